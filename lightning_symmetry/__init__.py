@@ -1,0 +1,1 @@
+"""Parameter symmetries of neural networks."""

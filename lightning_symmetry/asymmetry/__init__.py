@@ -1,0 +1,23 @@
+"""Break parameter symmetries: layers with fixed entries, the FiGLU nonlinearity, and ``asymmetrize``."""
+
+from lightning_symmetry.asymmetry.asymmetrize import asymmetrize, fixed_fraction, num_trainable
+from lightning_symmetry.asymmetry.figlu import FiGLU
+from lightning_symmetry.asymmetry.layers import (
+    AsymmetricConv1d,
+    AsymmetricConv2d,
+    AsymmetricLayer,
+    AsymmetricLinear,
+)
+from lightning_symmetry.asymmetry.presets import PRESETS
+
+__all__ = [
+    "PRESETS",
+    "AsymmetricConv1d",
+    "AsymmetricConv2d",
+    "AsymmetricLayer",
+    "AsymmetricLinear",
+    "FiGLU",
+    "asymmetrize",
+    "fixed_fraction",
+    "num_trainable",
+]

@@ -1,0 +1,71 @@
+"""A linear map whose constants live inside the weight: the fast path of an asymmetric linear layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def with_constants(weight: Tensor, index: Tensor, fixed: Tensor) -> Tensor:
+    """Return ``M * weight + (1 - M) * F`` as a new tensor, differentiable, and constant where it is fixed.
+
+    Args:
+        weight: Weight of any shape; its first axis is the rows.
+        index: Positions of the fixed entries in the flattened rows, of shape ``(rows, n)``.
+        fixed: Constants, of shape ``(rows, n)``.
+    """
+    return weight.flatten(1).scatter(1, index, fixed).view_as(weight)
+
+
+class FixedLinear(torch.autograd.Function):
+    """``y = x W^T + b`` where the gradient of W is zero at the fixed entries, which W already holds.
+
+    Writing into the gradient that this backward has just computed, and keeping the constants inside the
+    weight, spares the two dense elementwise passes and the copy of W that a mask costs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, flat: Tensor, index: Tensor, fixed: Tensor
+    ) -> Tensor:
+        """Compute the map; ``flat`` numbers the fixed entries in the flattened weight."""
+        ctx.save_for_backward(x, weight)
+        ctx.constants = flat, index, fixed
+        ctx.has_bias = bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients; differentiable a second time."""
+        x, weight = ctx.saved_tensors
+        flat, index, fixed = ctx.constants
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        rows = grad.reshape(-1, grad.shape[-1])
+        if torch.is_grad_enabled():  # create_graph: the constants must not receive second derivatives either
+            weight = with_constants(weight, index, fixed)
+        grad_x = (rows @ weight).view_as(x) if needs_x else None
+        grad_weight = None
+        if needs_weight:
+            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+            grad_weight.put_(flat, torch.zeros_like(fixed))
+        grad_bias = rows.sum(0) if needs_bias and ctx.has_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def fast_path_applies(weight: Tensor, x: Tensor) -> bool:
+    """Whether constants may be written into this weight: it is the module's own, in plain eager float32.
+
+    A tensor that was handed in through ``functional_call`` or stacked by ``vmap`` is the caller's and is never
+    written to; under autocast and ``torch.compile`` the ordinary differentiable form is used.
+    """
+    return (
+        type(weight) is torch.nn.Parameter
+        and type(x) is Tensor
+        and x.dtype == weight.dtype
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled(x.device.type)
+        and not torch._C._are_functorch_transforms_active()
+    )

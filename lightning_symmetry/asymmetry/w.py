@@ -1,0 +1,167 @@
+"""Which linear maps become asymmetric, and which are left alone and why."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+from torch_geometric.nn import Linear as GraphLinear
+
+from lightning_symmetry.asymmetry.activations import watch
+from lightning_symmetry.asymmetry.layers import (
+    AsymmetricConv1d,
+    AsymmetricConv2d,
+    AsymmetricLayer,
+    AsymmetricLinear,
+)
+from lightning_symmetry.surgery import (
+    ConversionReport,
+    match_patterns,
+    module_names,
+    settings_for,
+    tied_parameters,
+    why_not_callable,
+)
+
+CONVERSIONS: dict[type[nn.Module], type[AsymmetricLayer]] = {
+    nn.Linear: AsymmetricLinear,
+    GraphLinear: AsymmetricLinear,
+    nn.Conv1d: AsymmetricConv1d,
+    nn.Conv2d: AsymmetricConv2d,
+}
+# Weights of other kinds, which are named in the report so that nobody takes them for asymmetric.
+_OTHER_MAPS = (
+    nn.MultiheadAttention,
+    nn.Bilinear,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.RNNBase,
+    nn.RNNCellBase,
+)
+
+
+def w_replacements(
+    net: nn.Module,
+    settings: Mapping[str, Any],
+    overrides: Mapping[str, Mapping[str, Any]],
+    skip: Sequence[str],
+    seed: int,
+    example_input: Any,
+    report: ConversionReport,
+) -> dict[str, nn.Module]:
+    """Build the asymmetric layers of ``net`` without changing it, and write the report.
+
+    Args:
+        net: The network.
+        settings: ``n_fix``, ``kappa`` and ``layout``.
+        overrides: Settings by pattern.
+        skip: Patterns to leave alone.
+        seed: Seed of masks and constants.
+        example_input: Arguments of ``net`` or None; layers that are not called with it are left alone.
+        report: The report to fill.
+
+    Returns:
+        New layers by name.
+    """
+    if twice := [name for name, m in net.named_modules() if isinstance(m, AsymmetricLayer)]:
+        raise ValueError(
+            f"The network is W-asymmetric already: {', '.join(twice[:3])} ({len(twice)} layers)."
+        )
+    names = module_names(net)
+    kinds = (*CONVERSIONS, *_OTHER_MAPS)
+    layers = {found[0]: module for module, found in names.items() if isinstance(module, kinds)}
+    for name, module in layers.items():
+        if isinstance(module, tuple(CONVERSIONS)) and not name:
+            raise ValueError(
+                f"The network is itself a {type(module).__name__}: build {CONVERSIONS[type(module)].__name__}"
+                ".from_layer(net, ...) or wrap it in nn.Sequential."
+            )
+    skipped = match_patterns(layers, skip, "skip")
+    reasons = _why_left_alone(net, layers, example_input)
+    unexpected = {}
+    candidates = {}
+    for name, module in layers.items():
+        if name in reasons and not skipped[name]:
+            unexpected[name] = reasons[name]
+        elif not skipped[name]:
+            candidates[name] = module
+    chosen = dict(settings_for(candidates, settings, _present(overrides, layers, candidates)))
+    replacements: dict[str, nn.Module] = {}
+    for name, module in layers.items():
+        kind = type(module).__name__
+        if name not in candidates:
+            report.add(name, kind, False, "skipped" if skipped[name] else reasons[name])
+            continue
+        values = chosen[name]
+        layout = values["layout"]
+        units = module.weight.shape[1] if layout == "filters" else module.weight[0].numel()
+        n_fix = _number(name, values["n_fix"], units)
+        new = CONVERSIONS[type(module)].from_layer(module, n_fix, values["kappa"], layout, seed, name)
+        replacements.update(dict.fromkeys(names[module], new))
+        what = "filters" if layout == "filters" else "entries"
+        shared = f", shared at {len(names[module])} places" if len(names[module]) > 1 else ""
+        report.add(name, kind, True, f"{n_fix} of {units} {what} a row fixed, kappa {new.kappa:g}{shared}")
+    if unexpected:
+        listed = "; ".join(f"{name} ({reason})" for name, reason in unexpected.items())
+        warnings.warn(f"asymmetrize left {len(unexpected)} layer(s) alone: {listed}.", stacklevel=3)
+    return replacements
+
+
+def _present(
+    overrides: Mapping[str, Mapping[str, Any]], layers: Mapping[str, Any], candidates: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """Return the overrides that still meet a layer to convert, after a check that all meet some layer."""
+    matched = match_patterns(layers, overrides, "overrides")
+    used = {pattern for name in candidates for pattern in matched[name]}
+    return {pattern: values for pattern, values in overrides.items() if pattern in used}
+
+
+def _number(name: str, n_fix: float, units: int) -> int:
+    """Turn a fraction into a number of inputs, at least one."""
+    if isinstance(n_fix, bool) or not isinstance(n_fix, int | float):
+        raise ValueError(f"Layer {name!r}: expected n_fix to be a number or a fraction but got {n_fix!r}.")
+    if isinstance(n_fix, int):
+        return n_fix
+    if not 0 < n_fix < 1:
+        raise ValueError(
+            f"Layer {name!r}: a fraction n_fix must lie between 0 and 1, but got {n_fix}. "
+            "Give an int for a number of entries."
+        )
+    return max(1, round(n_fix * units))
+
+
+def _why_left_alone(net: nn.Module, layers: Mapping[str, nn.Module], example_input: Any) -> dict[str, str]:
+    """Return the reason for each layer that cannot be converted."""
+    uncalled = why_not_callable(net)
+    tied = tied_parameters(net)
+    called = None if example_input is None else watch(net, example_input).called
+    reasons = {}
+    for name, module in layers.items():
+        if name in uncalled:
+            reasons[name] = uncalled[name]
+        elif type(module) not in CONVERSIONS:
+            base = next((kind for kind in CONVERSIONS if isinstance(module, kind)), None)
+            reasons[name] = (
+                f"a subclass of {base.__name__} with a forward of its own"
+                if base
+                else "its weights are not those of a linear layer or convolution"
+            )
+        elif name in tied:
+            reasons[name] = f"its parameters are tied to {', '.join(tied[name])}"
+        elif isinstance(module.weight, UninitializedParameter):
+            reasons[name] = "its parameters are lazy: run the network once before"
+        elif parametrize.is_parametrized(module) or "weight" not in module._parameters:
+            reasons[name] = "its weight is parametrised"
+        elif module._forward_pre_hooks or module._forward_hooks:
+            reasons[name] = "it has forward hooks, which would be lost"
+        elif called is not None and name not in called:
+            reasons[name] = "it is not called with the example input"
+    return reasons

@@ -1,0 +1,8 @@
+"""The papers' reference networks."""
+
+from lightning_symmetry.networks.gnn import GNN
+from lightning_symmetry.networks.mlp import MLP
+from lightning_symmetry.networks.norm import ChannelNorm
+from lightning_symmetry.networks.resnet import ResidualBlock, ResNet, ResNet20, ResNet110
+
+__all__ = ["GNN", "MLP", "ChannelNorm", "ResNet", "ResNet20", "ResNet110", "ResidualBlock"]

@@ -1,0 +1,28 @@
+"""Shared tools: the contract of a reparametrised layer, finding and replacing layers, reports."""
+
+from lightning_symmetry.surgery.contract import CONSTANT_BUFFERS, HasConstants, ReparametrizedLayer
+from lightning_symmetry.surgery.replace import (
+    match_patterns,
+    module_names,
+    plain_copy,
+    replace_modules,
+    settings_for,
+    tied_parameters,
+    why_not_callable,
+)
+from lightning_symmetry.surgery.report import ConversionReport, ReportRow
+
+__all__ = [
+    "CONSTANT_BUFFERS",
+    "ConversionReport",
+    "HasConstants",
+    "ReparametrizedLayer",
+    "ReportRow",
+    "match_patterns",
+    "module_names",
+    "plain_copy",
+    "replace_modules",
+    "settings_for",
+    "tied_parameters",
+    "why_not_callable",
+]
