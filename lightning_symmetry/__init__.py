@@ -1,1 +1,59 @@
-"""Parameter symmetries of neural networks."""
+"""Symmetries of neural network parameters: break them, find them, measure them, use them."""
+
+# Break symmetries
+from lightning_symmetry.asymmetry import (
+    PRESETS,
+    AsymmetricConv1d,
+    AsymmetricConv2d,
+    AsymmetricLinear,
+    FiGLU,
+    asymmetrize,
+    fixed_fraction,
+    num_trainable,
+)
+
+# Lightning callbacks
+from lightning_symmetry.callbacks import LinearInterpolation
+
+# Data
+from lightning_symmetry.data import ArxivData, DigitsData, DigitsGraph, PlanetoidData, VisionData
+
+# Measure the loss landscape
+from lightning_symmetry.landscape import PathResult, evaluate_path, interpolate, parameter_distance
+
+# LightningModules
+from lightning_symmetry.modules import AsymmetricModule, SupervisedModule, warmup
+
+# The papers' networks
+from lightning_symmetry.networks import GNN, MLP, ResNet, ResNet20, ResNet110
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GNN",
+    "MLP",
+    "PRESETS",
+    "ArxivData",
+    "AsymmetricConv1d",
+    "AsymmetricConv2d",
+    "AsymmetricLinear",
+    "AsymmetricModule",
+    "DigitsData",
+    "DigitsGraph",
+    "FiGLU",
+    "LinearInterpolation",
+    "PathResult",
+    "PlanetoidData",
+    "ResNet",
+    "ResNet20",
+    "ResNet110",
+    "SupervisedModule",
+    "VisionData",
+    "asymmetrize",
+    "evaluate_path",
+    "fixed_fraction",
+    "interpolate",
+    "num_trainable",
+    "parameter_distance",
+    "warmup",
+]

@@ -39,29 +39,8 @@ ACTIVATIONS: tuple[type[nn.Module], ...] = (
 )
 """Elementwise modules that act as hidden nonlinearities. Sigmoids are gates or outputs and are not among them."""
 
-_NAMES = [
-    "celu",
-    "elu",
-    "gelu",
-    "hardshrink",
-    "hardswish",
-    "hardtanh",
-    "leaky_relu",
-    "logsigmoid",
-    "mish",
-    "prelu",
-    "rrelu",
-    "relu",
-    "relu6",
-    "selu",
-    "silu",
-    "softplus",
-    "softshrink",
-    "softsign",
-    "tanh",
-    "tanhshrink",
-    "threshold",
-]
+# A functional form is called like its module, but for LeakyReLU.
+_NAMES = ["leaky_relu", *(activation.__name__.lower() for activation in ACTIVATIONS)]
 FUNCTIONS = {
     getattr(owner, name + ending): name
     for owner in (F, torch, Tensor)

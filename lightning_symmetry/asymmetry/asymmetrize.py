@@ -81,9 +81,7 @@ def asymmetrize(
     else:
         replacements = sigma_replacements(net, settings, overrides, skip, seed, example_input, report)
     if not report.changed:
-        raise ValueError(
-            f"asymmetrize(method={method!r}) found nothing to convert in {type(net).__name__}.\n{report}"
-        )
+        raise ValueError(f"asymmetrize(method={method!r}) found nothing to convert in {type(net).__name__}.\n{report}")
     replace_modules(net, replacements)
     net.asymmetry_report = report
     return net

@@ -38,9 +38,7 @@ class FiGLU(nn.Module, HasConstants):
 
     fixed: Tensor
 
-    def __init__(
-        self, dim: int, scale: float = 1.0, channel_dim: int = -1, seed: int = 0, name: str = ""
-    ) -> None:
+    def __init__(self, dim: int, scale: float = 1.0, channel_dim: int = -1, seed: int = 0, name: str = "") -> None:
         super().__init__()
         if dim < 1:
             raise ValueError(f"Expected `dim` to be at least 1 but got {dim}.")
@@ -76,6 +74,4 @@ class FiGLU(nn.Module, HasConstants):
 
 
 def _gate_images(x: Tensor, gate: Tensor, channel_dim: int) -> Tensor:
-    return x * torch.sigmoid(
-        torch.movedim(F.linear(torch.movedim(x, channel_dim, -1), gate), -1, channel_dim)
-    )
+    return x * torch.sigmoid(torch.movedim(F.linear(torch.movedim(x, channel_dim, -1), gate), -1, channel_dim))

@@ -165,9 +165,7 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
         return layer.train(self.training)
 
     def _describe(self) -> str:
-        return (
-            f"bias={self.bias is not None}, n_fix={self.n_fix}, kappa={self.kappa:g}, layout={self.layout!r}"
-        )
+        return f"bias={self.bias is not None}, n_fix={self.n_fix}, kappa={self.kappa:g}, layout={self.layout!r}"
 
 
 class AsymmetricLinear(AsymmetricLayer):
@@ -253,9 +251,7 @@ class AsymmetricLinear(AsymmetricLayer):
                 bias_initializer=bias_init,
             ).to(**factory)
         else:
-            layer = skip_init(
-                nn.Linear, self.in_features, self.out_features, bias=self.bias is not None, **factory
-            )
+            layer = skip_init(nn.Linear, self.in_features, self.out_features, bias=self.bias is not None, **factory)
         return self._fill(layer)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -371,33 +367,16 @@ _CONV_ATTRIBUTES = (
     "groups",
     "padding_mode",
 )
-_CONV_DOC = """{dims}-dimensional convolution with fixed entries, see :class:`AsymmetricLayer`.
-
-    Args:
-        in_channels: Number of input channels.
-        out_channels: Number of output channels.
-        kernel_size: Size of the kernel.
-        n_fix: Number of fixed entries of the flattened fan-in (layout ``"entries"``) or of fixed input filters
-            (``"filters"``) of each output channel.
-        kappa: Standard deviation of the constants; 0 gives fixed zeros (Theorem 3).
-        stride: Stride.
-        padding: Padding, or ``"same"`` or ``"valid"``.
-        dilation: Dilation.
-        groups: Number of groups; a row of the mask covers the ``in_channels / groups`` channels that it reads.
-        bias: Whether to add a bias.
-        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-        layout: ``"entries"`` or ``"filters"``.
-        seed: Seed of mask and constants.
-        device: Device of the parameters.
-        dtype: Type of the parameters.
-
-    Raises:
-        ValueError: If rows cannot be made distinct with at least one trainable entry each, or kappa < 0.
-    """
 
 
 class AsymmetricConv1d(_AsymmetricConv):
-    __doc__ = _CONV_DOC.format(dims="One")
+    """One-dimensional convolution with fixed entries, see :class:`AsymmetricLayer`.
+
+    Arguments are those of ``nn.Conv1d``, and those of :class:`AsymmetricLinear` for the constants: ``n_fix`` counts
+    entries of the flattened fan-in (layout ``"entries"``) or input filters (``"filters"``) of each output channel. In
+    a grouped convolution a row covers the ``in_channels / groups`` channels that it reads.
+    """
+
     _plain = nn.Conv1d
 
     def forward(self, input: Tensor) -> Tensor:
@@ -406,7 +385,13 @@ class AsymmetricConv1d(_AsymmetricConv):
 
 
 class AsymmetricConv2d(_AsymmetricConv):
-    __doc__ = _CONV_DOC.format(dims="Two")
+    """Two-dimensional convolution with fixed entries, see :class:`AsymmetricLayer`.
+
+    Arguments are those of ``nn.Conv2d``, and those of :class:`AsymmetricLinear` for the constants: ``n_fix`` counts
+    entries of the flattened fan-in (layout ``"entries"``) or input filters (``"filters"``) of each output channel. In
+    a grouped convolution a row covers the ``in_channels / groups`` channels that it reads.
+    """
+
     _plain = nn.Conv2d
 
     def forward(self, input: Tensor) -> Tensor:

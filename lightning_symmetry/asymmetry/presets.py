@@ -22,8 +22,7 @@ def _resnet(times: int, kappa: float, stem: int) -> dict[str, Any]:
 
 def _mlp(n_fix: tuple[int, ...], kappa: tuple[float, ...]) -> dict[str, Any]:
     overrides = {
-        f"linears.{layer}": {"n_fix": n, "kappa": k}
-        for layer, (n, k) in enumerate(zip(n_fix, kappa, strict=True))
+        f"linears.{layer}": {"n_fix": n, "kappa": k} for layer, (n, k) in enumerate(zip(n_fix, kappa, strict=True))
     }
     return {"method": "w", "overrides": overrides}
 

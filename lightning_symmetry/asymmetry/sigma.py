@@ -53,9 +53,7 @@ def sigma_replacements(
         New modules by name.
     """
     if twice := [name for name, m in net.named_modules() if isinstance(m, FiGLU)]:
-        raise ValueError(
-            f"The network is sigma-asymmetric already: {', '.join(twice[:3])} ({len(twice)} FiGLUs)."
-        )
+        raise ValueError(f"The network is sigma-asymmetric already: {', '.join(twice[:3])} ({len(twice)} FiGLUs).")
     if example_input is None:
         raise ValueError(
             "asymmetrize(method='sigma') runs the network once to see the channels of each activation: give "

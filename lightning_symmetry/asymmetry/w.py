@@ -72,9 +72,7 @@ def w_replacements(
         New layers by name.
     """
     if twice := [name for name, m in net.named_modules() if isinstance(m, AsymmetricLayer)]:
-        raise ValueError(
-            f"The network is W-asymmetric already: {', '.join(twice[:3])} ({len(twice)} layers)."
-        )
+        raise ValueError(f"The network is W-asymmetric already: {', '.join(twice[:3])} ({len(twice)} layers).")
     names = module_names(net)
     kinds = (*CONVERSIONS, *_OTHER_MAPS)
     layers = {found[0]: module for module, found in names.items() if isinstance(module, kinds)}

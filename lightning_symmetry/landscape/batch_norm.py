@@ -20,9 +20,7 @@ class BatchNormStatistics:
     def __init__(self, net: nn.Module) -> None:
         self.layers = [m for m in net.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
 
-    def update(
-        self, state: list[Tensor] | None, batches: Iterable[Any], run: Callable[[Any], Any]
-    ) -> list[Tensor]:
+    def update(self, state: list[Tensor] | None, batches: Iterable[Any], run: Callable[[Any], Any]) -> list[Tensor]:
         """Continue the averages in ``state`` (from nothing if None) over more batches and return them."""
         momenta = [layer.momentum for layer in self.layers]
         for layer in self.layers:

@@ -47,7 +47,6 @@ def cross_entropy_per_sample(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target, reduction="none")
 
 
-@torch.no_grad()
 def evaluate_path(
     a: nn.Module,
     b: nn.Module,
@@ -93,6 +92,41 @@ def evaluate_path(
     Source: The Empirical Impact of Neural Parameter Symmetries, or Lack Thereof (2024), sections 5.1 and 5.4.
     """
     positions = as_positions(alphas)
+    values, curves, count = path_values(
+        a,
+        b,
+        dataloader,
+        positions,
+        loss=loss,
+        metrics=metrics,
+        batch_norm=batch_norm,
+        train_loader=train_loader,
+        step=step,
+        transfer=transfer,
+        progress=progress,
+    )
+    return PathResult(positions, values, curves, count)
+
+
+@torch.no_grad()
+def path_values(
+    a: nn.Module,
+    b: nn.Module,
+    dataloader: Iterable[Any],
+    positions: Tensor,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None,
+    metrics: Mapping[str, Metric] | None,
+    batch_norm: Literal["keep", "recompute"],
+    train_loader: Iterable[Any] | None,
+    step: Step,
+    transfer: Callable[[Any], Any] | None,
+    progress: bool,
+) -> tuple[Tensor, dict[str, Tensor], int]:
+    """Return loss and metrics at any positions, of which one process of several may have a part, and the samples.
+
+    Arguments are those of :func:`evaluate_path`.
+    """
     segment = Segment(a, b)
     net = segment.point.eval()
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
@@ -101,9 +135,7 @@ def evaluate_path(
     counts = [0] * len(positions)
     if loss is None and metrics:
         raise ValueError("With loss=None `step` returns no output: metrics cannot be updated.")
-    meters = [
-        {name: metric.clone().to(device) for name, metric in (metrics or {}).items()} for _ in positions
-    ]
+    meters = [{name: metric.clone().to(device) for name, metric in (metrics or {}).items()} for _ in positions]
     for meter in meters:
         for metric in meter.values():
             metric.reset()
@@ -136,7 +168,7 @@ def evaluate_path(
         name: torch.stack([torch.as_tensor(meter[name].compute()).double().cpu() for meter in meters])
         for name in metrics or {}
     }
-    return PathResult(positions, totals / torch.tensor(counts), values, counts[0])
+    return totals / torch.tensor(counts), values, counts[0]
 
 
 def _loss_sum(loss: Callable[[Any, Any], Tensor] | None, first: Any, second: Any) -> tuple[Tensor, int]:
@@ -161,17 +193,11 @@ def _recompute(
 ) -> list[list[Tensor]]:
     """Take batch-norm statistics anew at each position, loading each training batch once."""
     if not statistics.layers:
-        raise ValueError(
-            "batch_norm='recompute', but the network has no batch normalisation with running statistics."
-        )
+        raise ValueError("batch_norm='recompute', but the network has no batch normalisation with running statistics.")
     if train_loader is None:
-        raise ValueError(
-            "batch_norm='recompute' needs `train_loader`, the batches to take the statistics from."
-        )
+        raise ValueError("batch_norm='recompute' needs `train_loader`, the batches to take the statistics from.")
     states: list[Any] = [None] * len(positions)
-    for batches in tqdm(
-        _groups(train_loader, transfer), desc="batch norm", disable=not progress, leave=False
-    ):
+    for batches in tqdm(_groups(train_loader, transfer), desc="batch norm", disable=not progress, leave=False):
         for i, alpha in enumerate(positions.tolist()):
             net = segment.move_to(alpha)
             states[i] = statistics.update(states[i], batches, lambda batch, net=net: step(net, batch))

@@ -64,9 +64,7 @@ def interpolate(a: nn.Module | State, b: nn.Module | State, alpha: float) -> Any
     if isinstance(a, nn.Module) and isinstance(b, nn.Module):
         return Segment(a, b).move_to(alpha)
     if isinstance(a, nn.Module) or isinstance(b, nn.Module):
-        raise TypeError(
-            f"Expected two networks or two state dicts but got {type(a).__name__} and {type(b).__name__}."
-        )
+        raise TypeError(f"Expected two networks or two state dicts but got {type(a).__name__} and {type(b).__name__}.")
     _check_shapes(a, b)
     constant = {name for name in a if name.rpartition(".")[2] in CONSTANT_BUFFERS}
     _check_constants({n: a[n] for n in constant}, {n: b[n] for n in constant}, "a", "b")
@@ -113,10 +111,7 @@ def _between(a: Tensor, b: Tensor, alpha: float, out: Tensor | None = None) -> T
 def _tensors(net: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers, but constants, which agree on both sides."""
     constant = {
-        id(buffer)
-        for module in net.modules()
-        if isinstance(module, HasConstants)
-        for buffer in module.buffers(False)
+        id(buffer) for module in net.modules() if isinstance(module, HasConstants) for buffer in module.buffers(False)
     }
     tensors = {name: parameter.data for name, parameter in net.named_parameters()}
     tensors.update((name, buffer) for name, buffer in net.named_buffers() if id(buffer) not in constant)
@@ -127,9 +122,7 @@ def _constants(net: nn.Module) -> dict[str, Tensor]:
     constants = {}
     for name, module in net.named_modules():
         if isinstance(module, HasConstants):
-            constants.update(
-                {f"{name}.{key}".lstrip("."): value for key, value in module.constants().items()}
-            )
+            constants.update({f"{name}.{key}".lstrip("."): value for key, value in module.constants().items()})
     return constants
 
 

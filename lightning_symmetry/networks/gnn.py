@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ class GNN(nn.Module):
             raise ValueError(f"Expected widths and `num_layers` to be at least 1 but got {widths}.")
         self.in_features = in_features
         self.aggregate = SimpleConv(aggr="mean", combine_root="sum")
-        self.linears = nn.ModuleList(nn.Linear(n, m) for n, m in zip(widths[:-1], widths[1:], strict=True))
+        self.linears = nn.ModuleList(nn.Linear(n, m) for n, m in pairwise(widths))
         self.norms = nn.ModuleList(nn.BatchNorm1d(hidden) for _ in range(num_layers))
         self.activations = nn.ModuleList(activation() for _ in range(num_layers))
         self.head = nn.Linear(hidden, num_classes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +38,7 @@ class MLP(nn.Module):
         if min(widths) < 1:
             raise ValueError(f"Expected all widths to be at least 1 but got {widths}.")
         self.in_features = in_features
-        self.linears = nn.ModuleList(
-            nn.Linear(n, m, bias=bias) for n, m in zip(widths[:-1], widths[1:], strict=True)
-        )
+        self.linears = nn.ModuleList(nn.Linear(n, m, bias=bias) for n, m in pairwise(widths))
         self.norms = nn.ModuleList(nn.LayerNorm(n) if norm else nn.Identity() for n in hidden)
         self.activations = nn.ModuleList(activation() for _ in hidden)
 

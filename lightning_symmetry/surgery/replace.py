@@ -77,9 +77,7 @@ def why_not_callable(net: nn.Module) -> dict[str, str]:
             reasons[f"{prefix}out_proj"] = "nn.MultiheadAttention reads its weight without calling it"
         if type(module).__name__.startswith("ShiftedWindowAttention"):
             for child in ("qkv", "proj"):
-                reasons[f"{prefix}{child}"] = (
-                    "torchvision's window attention reads its weight without calling it"
-                )
+                reasons[f"{prefix}{child}"] = "torchvision's window attention reads its weight without calling it"
     return reasons
 
 
@@ -115,9 +113,7 @@ def settings_for(
     names = list(names)
     for pattern, values in overrides.items():
         if unknown := sorted(set(values) - set(defaults)):
-            raise ValueError(
-                f"`overrides[{pattern!r}]` sets {unknown}, but a layer only has {sorted(defaults)}."
-            )
+            raise ValueError(f"`overrides[{pattern!r}]` sets {unknown}, but a layer only has {sorted(defaults)}.")
     matched = match_patterns(names, overrides, "overrides")
     for name in names:
         settings = dict(defaults)

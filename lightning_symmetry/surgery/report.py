@@ -45,8 +45,5 @@ class ConversionReport:
         rows = [("layer", "type", "", "what")]
         rows += [(r.name, r.kind, "changed" if r.changed else "left alone", r.detail) for r in self.rows]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
-            for row in rows
-        ]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
         return "\n".join([f"{self.verb}: {len(self.changed)} of {len(self.rows)} layers changed", *lines])

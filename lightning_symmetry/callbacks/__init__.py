@@ -1,0 +1,5 @@
+"""Lightning callbacks."""
+
+from lightning_symmetry.callbacks.linear_interpolation import LinearInterpolation
+
+__all__ = ["LinearInterpolation"]

@@ -1,0 +1,209 @@
+"""The loss along the segment from a reference to the trained network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_symmetry.callbacks.evaluation import (
+    Split,
+    evaluation_step,
+    matching_state,
+    quiet_copy,
+    split_loader,
+)
+from lightning_symmetry.landscape import PathResult, parameter_distance
+from lightning_symmetry.landscape.path import path_values
+from lightning_symmetry.landscape.result import as_positions
+from lightning_symmetry.surgery import plain_copy
+
+
+class LinearInterpolation(Callback):
+    r"""Evaluate loss and metrics on the segment between a reference and the network at the end of ``fit``.
+
+    .. math:: \theta(\alpha) = (1 - \alpha)\,\theta_\mathrm{reference} + \alpha\,\theta_\mathrm{trained}
+
+    A reference that is another trained network shows linear mode connectivity; ``"init"`` shows monotonic linear
+    interpolation from the initialisation, which is kept in the checkpoint so that a resumed run starts its segment
+    where the first one did.
+
+    Logs ``interpolation/midpoint_barrier``, ``/max_barrier``, ``/max_increase``, ``/is_monotonic``,
+    ``/local_convexity``, ``/global_convexity`` and ``/distance_per_parameter`` to every logger, and to every
+    TensorBoard logger a figure and the curves (at step :math:`100 \alpha`). In a distributed run each rank evaluates
+    a part of the positions. The trainer, the module, its batch-norm statistics and the random state stay as they were.
+
+    Any LightningModule will do: see :func:`~lightning_symmetry.callbacks.evaluation.evaluation_step`.
+
+    Args:
+        reference: ``"init"``, a module (the LightningModule or the network within it), or the path of a checkpoint.
+        num_points: Number of positions, uniform from 0 to 1. An odd number has a midpoint.
+        split: Data on which the path is evaluated: ``"train"`` (without augmentation where the datamodule has
+            ``eval_dataloader``), ``"val"`` or ``"test"``.
+        batch_norm: ``"keep"`` interpolates running statistics, ``"recompute"`` takes them anew over the training split.
+        metrics: torchmetrics by name; default: those of a ``SupervisedModule``.
+        name: Prefix of what is logged; several callbacks in one Trainer need different names.
+        progress: Whether to show a progress bar.
+
+    Attributes:
+        result: The :class:`~lightning_symmetry.landscape.PathResult`, after ``fit``.
+        distance: Distance per parameter between the two ends, after ``fit``.
+
+    Raises:
+        MisconfigurationException: For strategies that shard parameters, a reference of another architecture, or a
+            split without data.
+
+    Source: The Empirical Impact of Neural Parameter Symmetries, or Lack Thereof (2024), sections 5.1 and 5.4.
+
+    Example::
+
+        >>> from lightning_symmetry import LinearInterpolation
+        >>> callback = LinearInterpolation(reference="init", split="train")
+    """
+
+    def __init__(
+        self,
+        reference: Literal["init"] | nn.Module | str | Path = "init",
+        num_points: int = 25,
+        split: Split = "test",
+        batch_norm: Literal["keep", "recompute"] = "keep",
+        metrics: Mapping[str, Metric] | None = None,
+        name: str = "interpolation",
+        progress: bool = True,
+    ) -> None:
+        super().__init__()
+        if split not in ("train", "val", "test"):
+            raise MisconfigurationException(f"Expected `split` to be 'train', 'val' or 'test' but got {split!r}.")
+        if batch_norm not in ("keep", "recompute"):
+            raise MisconfigurationException(
+                f"Expected `batch_norm` to be 'keep' or 'recompute' but got {batch_norm!r}."
+            )
+        self.positions = as_positions(num_points)
+        self.reference, self.split, self.batch_norm = reference, split, batch_norm
+        self.metrics, self.name, self.progress = metrics, name, progress
+        self.result: PathResult | None = None
+        self.distance: float | None = None
+        self._start: dict[str, Tensor] | None = None
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._generate_state_key(name=self.name)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
+            raise MisconfigurationException(
+                f"LinearInterpolation needs whole parameters, but {type(trainer.strategy).__name__} shards them. "
+                "Use 'auto' or 'ddp', or evaluate a consolidated checkpoint with lightning_symmetry.evaluate_path."
+            )
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(self.reference, str | Path) and self.reference != "init" and not Path(self.reference).is_file():
+            raise MisconfigurationException(f"The reference checkpoint {str(self.reference)!r} does not exist.")
+        if self.reference != "init" or self._start is not None:
+            return
+        if trainer.ckpt_path is not None:
+            rank_zero_warn(
+                f"The checkpoint {trainer.ckpt_path} does not know the initialisation (it has no state of this "
+                "callback): the segment starts at the checkpoint's parameters."
+            )
+        state = plain_copy(pl_module, keep_affine=True).state_dict()
+        self._start = {key: value.detach().cpu().clone() for key, value in state.items()}
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with isolate_rng():
+            self._evaluate(trainer, pl_module)
+        if trainer.is_global_zero:
+            self._log(trainer)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": self._start}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._start = state_dict["start"]
+
+    def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        trained = quiet_copy(pl_module)
+        reference = self._reference_like(trained)
+        step, loss = evaluation_step(trained, self.split)
+        metrics = self.metrics
+        if metrics is None and loss is not None and isinstance(getattr(trained, "metrics", None), nn.ModuleDict):
+            metrics = dict(trained.metrics[f"{self.split}_metrics"].items(keep_base=True, copy_state=False))
+        train_loader = split_loader(trainer, pl_module, "train") if self.batch_norm == "recompute" else None
+
+        def transfer(batch: Any) -> Any:
+            return trainer.precision_plugin.convert_input(strategy.batch_to_device(batch))
+
+        mine = slice(trainer.global_rank, None, trainer.world_size)
+        values, curves, count = path_values(
+            reference,
+            trained,
+            split_loader(trainer, pl_module, self.split),
+            self.positions[mine],
+            loss=loss,
+            metrics=metrics if loss is not None else None,
+            batch_norm=self.batch_norm,
+            train_loader=train_loader,
+            step=step,
+            transfer=transfer,
+            progress=self.progress and trainer.is_global_zero,
+        )
+        whole = torch.zeros(1 + len(curves), len(self.positions), dtype=torch.float64, device=strategy.root_device)
+        whole[:, mine] = torch.stack([values, *curves.values()]).to(whole.device)
+        whole = strategy.reduce(whole, reduce_op="sum").cpu()
+        self.result = PathResult(self.positions, whole[0], dict(zip(curves, whole[1:], strict=True)), count)
+        self.distance = parameter_distance(reference, trained)
+
+    def _reference_like(self, trained: pl.LightningModule) -> nn.Module:
+        """Return a copy of the trained module with the reference's parameters."""
+        if self.reference == "init":
+            source, state = "init", self._start
+        elif isinstance(self.reference, nn.Module):
+            source = type(self.reference).__name__
+            state = plain_copy(self.reference, keep_affine=True).state_dict()
+        else:
+            source = str(self.reference)
+            checkpoint = torch.load(self.reference, map_location="cpu", weights_only=True)
+            state = checkpoint.get("state_dict", checkpoint)
+        reference = plain_copy(trained, keep_affine=True)
+        part, state = matching_state(state, reference, source)
+        part.load_state_dict(state)
+        return reference
+
+    def _log(self, trainer: pl.Trainer) -> None:
+        scalars = {f"{self.name}/{key}": value for key, value in self.result.summary().items()}
+        scalars[f"{self.name}/distance_per_parameter"] = self.distance
+        curves = {"loss": self.result.loss, **self.result.metrics}
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=trainer.global_step)
+            if not isinstance(logger, TensorBoardLogger):
+                continue
+            for quantity, values in curves.items():
+                figure = self.result.plot(quantity)
+                logger.experiment.add_figure(f"{self.name}/{quantity}_path", figure, trainer.global_step)
+                for alpha, value in zip(self.positions.tolist(), values.tolist(), strict=True):
+                    logger.experiment.add_scalar(f"{self.name}/{quantity}_curve", value, round(100 * alpha))
+            logger.experiment.flush()
+        if self.progress:
+            rank_zero_info(
+                f"{self.name}: midpoint barrier {self.result.midpoint_barrier:.4f}, max barrier "
+                f"{self.result.max_barrier:.4f}, max increase {self.result.max_increase:.4f} on {self.split}"
+            )

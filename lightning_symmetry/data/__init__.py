@@ -1,0 +1,18 @@
+"""LightningDataModules: data that needs no download, and the usual image and graph data sets."""
+
+from lightning_symmetry.data.augment import RandomCrop, RandomHorizontalFlip
+from lightning_symmetry.data.digits import DigitsData
+from lightning_symmetry.data.graphs import ArxivData, DigitsGraph, PlanetoidData
+from lightning_symmetry.data.image_dataset import TensorImages
+from lightning_symmetry.data.vision import VisionData
+
+__all__ = [
+    "ArxivData",
+    "DigitsData",
+    "DigitsGraph",
+    "PlanetoidData",
+    "RandomCrop",
+    "RandomHorizontalFlip",
+    "TensorImages",
+    "VisionData",
+]

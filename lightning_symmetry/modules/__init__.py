@@ -1,0 +1,7 @@
+"""LightningModules."""
+
+from lightning_symmetry.modules.asymmetric import AsymmetricModule
+from lightning_symmetry.modules.schedules import warmup
+from lightning_symmetry.modules.supervised import SupervisedModule
+
+__all__ = ["AsymmetricModule", "SupervisedModule", "warmup"]
