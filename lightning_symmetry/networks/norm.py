@@ -34,3 +34,12 @@ def image_norm(norm: Norm, channels: int) -> nn.Module:
     if norm == "batch":
         return nn.BatchNorm2d(channels)
     raise ValueError(f"Expected `norm` to be 'layer' or 'batch' but got {norm!r}.")
+
+
+def normalise_and_activate(norm: nn.Module, activation: nn.Module, input: Tensor) -> Tensor:
+    """Return ``activation(norm(input))``, in one step where the activation can and nobody listens to the modules."""
+    fused = getattr(activation, "after_layer_norm", None)
+    heard = any(m._forward_hooks or m._forward_pre_hooks for m in (norm, activation))
+    if fused is not None and type(norm) is ChannelNorm and not heard:
+        return fused(input, norm)
+    return activation(norm(input))

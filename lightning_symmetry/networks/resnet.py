@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_symmetry.networks.norm import Norm, image_norm
+from lightning_symmetry.networks.norm import Norm, image_norm, normalise_and_activate
 
 
 def _convolution(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -41,7 +41,7 @@ class ResidualBlock(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, C, H, W)``."""
-        hidden = self.activation1(self.norm1(self.conv1(input)))
+        hidden = normalise_and_activate(self.norm1, self.activation1, self.conv1(input))
         return self.activation2(self.norm2(self.conv2(hidden)) + self.skip(input))
 
 
@@ -99,7 +99,7 @@ class ResNet(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Map images ``(N, C, H, W)`` to logits ``(N, num_classes)``."""
         input = input.contiguous(memory_format=torch.channels_last)
-        hidden = self.stem_activation(self.stem_norm(self.stem(input)))
+        hidden = normalise_and_activate(self.stem_norm, self.stem_activation, self.stem(input))
         hidden = self.stage3(self.stage2(self.stage1(hidden)))
         return self.head(hidden.mean((2, 3)))
 

@@ -1,0 +1,305 @@
+"""Table 1 and figure 3: are independently trained networks connected by a straight line of low loss?
+
+Trains pairs of networks from different seeds (standard, sigma-asymmetric, W-asymmetric, and a control with the same masks
+but small constants) and evaluates the loss on the segment between the two of each pair. No alignment is done.
+
+Expected on the default, handwritten digits with 3 pairs: midpoint barrier of the test loss about 0.3 to 0.5 for standard and
+control, 0.2 to 0.4 for sigma, below 0.02 for W. Takes about 2 minutes on 2 cores.
+
+    python recipes/linear_mode_connectivity.py
+    python recipes/linear_mode_connectivity.py --config recipes/configs/mnist_mlp.yaml --data_dir DIR
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from jsonargparse import auto_cli
+from lightning.pytorch.loggers import TensorBoardLogger
+from matplotlib.figure import Figure
+from shared import Ticks, mean_and_deviation, quiet, run_jobs, save_json, table
+
+import lightning_symmetry as ls
+
+Kind = Literal["standard", "sigma", "w", "control"]
+LABELS = {
+    "standard": "Standard",
+    "sigma": "sigma-Asym",
+    "w": "W-Asym",
+    "control": "W masks, small kappa",
+}
+# Table 1: test loss barrier at the midpoint, at least 5 pairs.
+PAPER = {
+    "MLP (MNIST)": {"standard": "0.188 ± .12", "sigma": "0.117 ± .01", "w": "-0.012 ± .00"},
+    "ResNet (CIFAR-10)": {"standard": "3.287 ± .32", "sigma": "2.521 ± .46", "w": "0.934 ± .72"},
+    "ResNet 8x width (CIFAR-10)": {"standard": "2.640 ± .24", "sigma": "1.492 ± .15", "w": "0.031 ± .05"},
+    "GNN (ogbn-arXiv)": {"standard": "1.475 ± .24", "sigma": "0.901 ± .11", "w": "0.095 ± .03"},
+}
+
+
+@dataclass
+class Setting:
+    """How networks are built and trained.
+
+    Args:
+        data: Data set.
+        data_dir: Folder of data sets that are not embedded.
+        network: Network.
+        width: Width of the MLP's hidden layers or the GNN, multiplier for the ResNet.
+        preset: Asymmetry preset of W-asymmetric networks.
+        overrides: Asymmetry settings of single layers, after the preset's.
+        sigma_scale: Scale of FiGLU's F in sigma-asymmetric networks.
+        control_kappa: Standard deviation of the control's constants.
+        epochs: Epochs of each training.
+        batch_size: Batch size; graphs are trained as a whole.
+        learning_rate: Peak learning rate of AdamW.
+        sigma_learning_rate: The same for sigma-asymmetric networks; default as for the others.
+        weight_decay: Weight decay of AdamW.
+        warmup_epochs: Epochs until the peak learning rate.
+        warmup_start: First learning rate as a fraction of the peak.
+        warmup_shape: Shape of the warm-up.
+        num_points: Points on the segment.
+        batch_norm: Running statistics on the segment.
+        devices: Devices of each training; more than one runs the trainings one after the other.
+    """
+
+    data: Literal[
+        "digits", "digits_graph", "mnist", "fashion_mnist", "cifar10", "cifar100", "cora", "citeseer", "arxiv"
+    ] = "digits"
+    data_dir: str = "data"
+    network: Literal["mlp", "resnet20", "gnn"] = "mlp"
+    width: int = 256
+    preset: str = "mlp-digits"
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sigma_scale: float = 1.0
+    control_kappa: float = 0.02
+    epochs: int = 40
+    batch_size: int = 64
+    learning_rate: float = 1e-3
+    sigma_learning_rate: float | None = None
+    weight_decay: float = 0.01
+    warmup_epochs: int = 0
+    warmup_start: float = 0.01
+    warmup_shape: Literal["linear", "exponential"] = "linear"
+    num_points: int = 25
+    batch_norm: Literal["keep", "recompute"] = "keep"
+    devices: int = 1
+
+
+def make_data(setting: Setting) -> pl.LightningDataModule:
+    """Return the data module."""
+    if setting.data == "digits":
+        return ls.DigitsData(setting.batch_size)
+    if setting.data == "digits_graph":
+        return ls.DigitsGraph()
+    if setting.data in ("cora", "citeseer"):
+        return ls.PlanetoidData({"cora": "Cora", "citeseer": "CiteSeer"}[setting.data], setting.data_dir)
+    if setting.data == "arxiv":
+        return ls.ArxivData(setting.data_dir)
+    return ls.VisionData(setting.data, setting.data_dir, setting.batch_size)
+
+
+def make_network(setting: Setting, data: Any) -> torch.nn.Module:
+    """Return the standard network for the data."""
+    if setting.network == "gnn":
+        return ls.GNN(data.num_features, data.num_classes, setting.width)
+    channels, height, width = data.input_shape
+    if setting.network == "mlp":
+        return ls.MLP(channels * height * width, (setting.width,) * 3, data.num_classes)
+    return ls.ResNet20(width=setting.width, num_classes=data.num_classes, in_channels=channels)
+
+
+def asymmetry(setting: Setting, kind: Kind) -> dict[str, Any] | None:
+    """Return the arguments of ``asymmetrize`` for a kind of network."""
+    if kind == "standard":
+        return None
+    if kind == "sigma":
+        return {"method": "sigma", "scale": setting.sigma_scale}
+    overrides = {pattern: dict(values) for pattern, values in setting.overrides.items()}
+    if kind == "control":
+        for pattern in {**ls.PRESETS[setting.preset].get("overrides", {}), **overrides}:
+            overrides[pattern] = {**overrides.get(pattern, {}), "kappa": setting.control_kappa}
+        return {"preset": setting.preset, "overrides": overrides, "kappa": setting.control_kappa}
+    return {"preset": setting.preset, "overrides": overrides}
+
+
+def train(
+    setting: Setting,
+    kind: Kind,
+    folder: Path,
+    seed: int,
+    asymmetry_seed: int,
+    callbacks: list[pl.Callback],
+) -> pl.LightningModule:
+    """Train one network, save its weights and return it."""
+    pl.seed_everything(seed, verbose=False)
+    data = make_data(setting)
+    data.prepare_data()
+    data.setup("fit")
+    net = make_network(setting, data)
+    rate = setting.sigma_learning_rate if kind == "sigma" else None
+    training: dict[str, Any] = {
+        "optimizer": partial(torch.optim.AdamW, lr=rate or setting.learning_rate, weight_decay=setting.weight_decay)
+    }
+    if setting.warmup_epochs:
+        training["scheduler"] = partial(
+            ls.warmup, steps=setting.warmup_epochs, start=setting.warmup_start, shape=setting.warmup_shape
+        )
+    transform = asymmetry(setting, kind)
+    if transform is None:
+        module = ls.SupervisedModule(net, **training)
+    else:
+        module = ls.AsymmetricModule(net, **transform, asymmetry_seed=asymmetry_seed, **training)
+    trainer = pl.Trainer(
+        max_epochs=setting.epochs,
+        devices=setting.devices,
+        logger=TensorBoardLogger(folder.parent, folder.name, version=""),
+        callbacks=callbacks,
+        limit_val_batches=0,  # the test split stands in for validation; it is measured at the end
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=10,
+    )
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(folder / "last.ckpt", weights_only=True)
+    return module
+
+
+def train_pair(
+    setting: Setting, kind: Kind, pair: int, seed: int, folder: Path, tick: Callable[[int], Any]
+) -> dict[str, Any]:
+    """Train a pair of networks and measure the segment between them on test and training data."""
+    quiet()
+    seeds = seed + 2 * pair, seed + 2 * pair + 1
+    run = partial(train, setting, kind, asymmetry_seed=seed + pair)
+    first = run(folder=folder / "a", seed=seeds[0], callbacks=[Ticks(tick)])
+    paths = {
+        split: ls.LinearInterpolation(
+            first, setting.num_points, split, setting.batch_norm, name=f"interpolation_{split}", progress=False
+        )
+        for split in ("test", "train")
+    }
+    run(folder=folder / "b", seed=seeds[1], callbacks=[Ticks(tick), *paths.values()])
+    result = {split: path.result.to_dict() for split, path in paths.items()}
+    result.update(kind=kind, pair=pair, seeds=seeds, distance=paths["test"].distance)
+    save_json(folder / "result.json", result)
+    return result
+
+
+def summarise(results: list[dict[str, Any]], kinds: list[Kind], paper: str) -> str:
+    """Return Table 1's row with the paper's values beside, distances and train/test gaps."""
+    rows = []
+    for kind in kinds:
+        mine = [result for result in results if result["kind"] == kind]
+        ends = {
+            split: [
+                value for r in mine for value in (lambda curve: (curve[0], curve[-1]))(r[split]["metrics"]["accuracy"])
+            ]
+            for split in ("train", "test")
+        }
+        gap = [100 * (a - b) for a, b in zip(ends["train"], ends["test"], strict=True)]
+        rows.append(
+            [
+                LABELS[kind],
+                mean_and_deviation([r["test"]["midpoint_barrier"] for r in mine]),
+                PAPER[paper].get(kind, "-"),
+                mean_and_deviation([r["train"]["midpoint_barrier"] for r in mine]),
+                mean_and_deviation([100 * value for value in ends["test"]], 1),
+                f"{100 * min(ends['test']):.1f}",
+                mean_and_deviation(gap, 1),
+                f"{sum(r['distance'] for r in mine) / len(mine):.2e}",
+            ]
+        )
+    header = [
+        "network",
+        "test barrier",
+        f"paper, {paper}",
+        "train barrier",
+        "test accuracy %",
+        "lowest %",
+        "train - test %",
+        "distance/parameter",
+    ]
+    return table(header, rows)
+
+
+def draw(results: list[dict[str, Any]], kinds: list[Kind], title: str) -> Figure:
+    """Draw figure 3's panel: loss along the segment, mean and standard deviation over pairs."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for ax, split in zip(figure.subplots(1, 2), ("test", "train"), strict=True):
+        for kind in kinds:
+            curves = [(r[split]["alphas"], r[split]["loss"]) for r in results if r["kind"] == kind]
+            alphas = torch.tensor(curves[0][0])
+            loss = torch.tensor([curve for _, curve in curves])
+            mean, deviation = loss.mean(0), loss.std(0, correction=0)
+            (line,) = ax.plot(alphas, mean, label=LABELS[kind])
+            ax.fill_between(alphas, mean - deviation, mean + deviation, color=line.get_color(), alpha=0.2, linewidth=0)
+        ax.set(
+            xlabel=r"$\alpha$: from network a (0) to network b (1)", ylabel=f"{split} loss", title=f"{title}, {split}"
+        )
+        ax.set_ylim(bottom=0)
+        ax.legend()
+    return figure
+
+
+def linear_mode_connectivity(
+    setting: Setting = Setting(),  # noqa: B008 (a default that nobody changes)
+    kinds: list[Kind] = ["standard", "sigma", "w", "control"],  # noqa: B006 (nor this one)
+    pairs: int = 3,
+    seed: int = 0,
+    workers: int | None = None,
+    out_dir: Path = Path("runs/linear_mode_connectivity"),
+    paper: str = "MLP (MNIST)",
+) -> list[dict[str, Any]]:
+    """Train pairs of networks, measure the segments between them, print the table and draw the figure.
+
+    Args:
+        setting: How networks are built and trained.
+        kinds: Kinds of networks.
+        pairs: Pairs of each kind. Networks of pair p have the training seeds seed + 2 p and seed + 2 p + 1, and the
+            asymmetry seed seed + p.
+        seed: First seed.
+        workers: Processes of one thread each, 0 for none; default: one a core, none on an accelerator.
+        out_dir: Folder for TensorBoard logs, weights, results and the figure.
+        paper: Row of the paper's Table 1 to print beside.
+    """
+    quiet()
+    if workers is None:
+        alone = torch.cuda.is_available() or setting.devices > 1
+        workers = 0 if alone else min(len(os.sched_getaffinity(0)), len(kinds) * pairs)
+    make_data(setting).prepare_data()
+    jobs = [
+        {"setting": setting, "kind": kind, "pair": pair, "seed": seed, "folder": out_dir / kind / f"pair{pair}"}
+        for pair in range(pairs)
+        for kind in kinds
+    ]
+    total = 2 * setting.epochs * len(jobs)
+    results = run_jobs(train_pair, jobs, total, workers, f"{2 * len(jobs)} networks on {setting.data}")
+    text = summarise(results, kinds, paper)
+    figure = draw(results, kinds, f"{setting.network} on {setting.data}")
+    figure.savefig(out_dir / "linear_mode_connectivity.png", dpi=150)
+    save_json(out_dir / "results.json", {"setting": asdict(setting), "seed": seed, "results": results})
+    logger = TensorBoardLogger(out_dir, "summary", version="")
+    logger.experiment.add_text("table", text)
+    logger.experiment.add_figure("linear_mode_connectivity", figure)
+    logger.finalize("success")
+    print(
+        f"\nMidpoint barrier of {setting.network} on {setting.data}, {pairs} pairs, mean ± standard deviation:\n\n{text}\n"
+    )
+    if setting.data not in paper.lower():
+        print(f"The paper's column is for {paper}: other data than here.")
+    print(f"Figure: {out_dir / 'linear_mode_connectivity.png'}\nTensorBoard: tensorboard --logdir {out_dir}")
+    return results
+
+
+if __name__ == "__main__":
+    auto_cli(linear_mode_connectivity, as_positional=False)

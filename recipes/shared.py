@@ -1,0 +1,106 @@
+"""What several recipes do: many trainings over worker processes with one progress bar, tables, and figures."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing as mp
+import queue
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from tqdm.auto import tqdm
+
+
+class Ticks(Callback):
+    """Report each finished epoch to the recipe's progress bar."""
+
+    def __init__(self, tick: Callable[[int], Any]) -> None:
+        self.tick = tick
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Report one epoch."""
+        self.tick(1)
+
+
+def quiet() -> None:
+    """Keep Lightning's notices, which every one of many small trainings repeats, out of the progress bar."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for message in (".*does not have many workers.*", ".*torch.jit.*", ".*number of training batches.*"):
+        warnings.filterwarnings("ignore", message)
+
+
+def run_jobs(
+    function: Callable[..., Any], jobs: Sequence[dict[str, Any]], total: int, workers: int, description: str
+) -> list[Any]:
+    """Call ``function(**job, tick=...)`` for each job and return the results in order.
+
+    Args:
+        function: A function of a module, so that worker processes find it.
+        jobs: Arguments of the calls.
+        total: Number of ticks of all jobs together.
+        workers: Processes of one thread each; 0 runs the jobs one after the other in this process.
+        description: Label of the progress bar.
+    """
+    with tqdm(total=total, desc=description, unit="epoch", smoothing=0.05) as bar:
+        if workers == 0:
+            return [function(**job, tick=bar.update) for job in jobs]
+        context = mp.get_context("spawn")
+        with context.Manager() as manager, ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
+            ticks = manager.Queue()
+            futures = [pool.submit(function, **job, tick=ticks.put) for job in jobs]
+            try:
+                _follow(futures, ticks, bar)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+            return [future.result() for future in futures]
+
+
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+    quiet()
+
+
+def _follow(futures: list[Future[Any]], ticks: Any, bar: tqdm) -> None:
+    """Move the bar until all jobs are done; raise the first error at once."""
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, timeout=0.3, return_when=FIRST_COMPLETED)
+        try:
+            while True:
+                bar.update(ticks.get_nowait())
+        except queue.Empty:
+            pass
+        for future in done:
+            future.result()
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table with aligned columns."""
+    cells = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
+
+
+def mean_and_deviation(values: Sequence[float], digits: int = 3) -> str:
+    """Return ``mean ± standard deviation`` of a sample; the mean alone of a single value."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    if len(values) == 1:
+        return f"{tensor.item():.{digits}f}"
+    return f"{tensor.mean():.{digits}f} ± {tensor.std():.{digits}f}"
+
+
+def save_json(path: Path, content: Any) -> None:
+    """Write a result in one go: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(content, indent=1))
+    partial.replace(path)
