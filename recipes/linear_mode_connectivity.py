@@ -173,7 +173,7 @@ def train(
     trainer = pl.Trainer(
         max_epochs=setting.epochs,
         devices=setting.devices,
-        logger=TensorBoardLogger(folder.parent, folder.name, version=""),
+        logger=TensorBoardLogger(folder.parent, folder.name, version="", default_hp_metric=False),
         callbacks=callbacks,
         limit_val_batches=0,  # the test split stands in for validation; it is measured at the end
         num_sanity_val_steps=0,
@@ -261,7 +261,7 @@ def draw(setting: Setting, results: list[dict[str, Any]]) -> Figure:
             title=f"{setting.network} on {setting.data}, {split}",
         )
         ax.set_ylim(bottom=0)
-        ax.legend()
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=len(setting.kinds))
     return figure
 
 

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch_geometric.nn import Linear as GraphLinear
+
+from lightning_symmetry.asymmetry.graph_linear import graph_linear
 
 ACTIVATIONS: tuple[type[nn.Module], ...] = (
     nn.CELU,
@@ -96,7 +97,7 @@ def watch(net: nn.Module, example_input: Any) -> Sightings:
             stack.pop()
             if isinstance(module, nn.Conv1d | nn.Conv2d):
                 axis[0] = 1
-            elif isinstance(module, nn.Linear | GraphLinear):
+            elif isinstance(module, (nn.Linear, *graph_linear())):
                 axis[0] = -1
 
         return hook

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_symmetry.asymmetry.gated_images import GatedImages, gate_images, lean_path_applies
-from lightning_symmetry.asymmetry.masks import layer_generator
+from lightning_symmetry.asymmetry.masks import draw_constants, layer_generator
 from lightning_symmetry.surgery import HasConstants
 
 
@@ -46,8 +46,8 @@ class FiGLU(nn.Module, HasConstants):
         if not scale > 0 or not math.isfinite(scale):
             raise ValueError(f"Expected `scale` to be positive and finite but got {scale}.")
         self.dim, self.scale, self.channel_dim = dim, float(scale), channel_dim
-        gate = torch.randn(dim, dim, generator=layer_generator(seed, name))
-        self.register_buffer("fixed", gate * (scale / math.sqrt(dim)))
+        gate = draw_constants(dim, dim, layer_generator(seed, name)) * (scale / math.sqrt(dim))
+        self.register_buffer("fixed", gate.to(torch.get_default_device(), torch.get_default_dtype()))
 
     def constants(self) -> dict[str, Tensor]:
         """Return F."""
@@ -79,7 +79,8 @@ class FiGLU(nn.Module, HasConstants):
 
         The normalised images are not kept for the backward pass, which saves a third of the activation memory.
         """
-        if self.channel_dim == 1 and norm.elementwise_affine and lean_path_applies(input, self.fixed):
+        affine = norm.weight is not None and norm.bias is not None
+        if self.channel_dim == 1 and affine and lean_path_applies(input, self.fixed):
             return GatedImages.apply(input, self.fixed, norm.weight, norm.bias, norm.eps)
         return self(norm(input))
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def with_constants(weight: Tensor, index: Tensor, fixed: Tensor) -> Tensor:
@@ -20,6 +21,14 @@ def with_constants(weight: Tensor, index: Tensor, fixed: Tensor) -> Tensor:
     return weight.flatten(1).scatter(1, index, fixed).view_as(weight)
 
 
+def with_mask(weight: Tensor, mask: Tensor, fixed: Tensor) -> Tensor:
+    """Return the same from the mask, of shape ``(rows, inputs)``, without positions: dense, but ready for ``vmap``."""
+    inputs = mask.shape[1]
+    trainable = mask.unsqueeze(-1).expand(-1, -1, weight[0].numel() // inputs).flatten(1)
+    position = (trainable.logical_not().cumsum(1) - 1).clamp_min(0)
+    return torch.where(trainable, weight.flatten(1), fixed.gather(1, position)).view_as(weight)
+
+
 class FixedLinear(torch.autograd.Function):
     """``y = x W^T + b`` where the gradient of W is zero at the fixed entries, which W already holds.
 
@@ -29,11 +38,11 @@ class FixedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, flat: Tensor, index: Tensor, fixed: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, fixed: Tensor
     ) -> Tensor:
-        """Compute the map; ``flat`` numbers the fixed entries in the flattened weight."""
+        """Compute the map; ``index`` holds the columns of the fixed entries of each row."""
         ctx.save_for_backward(x, weight)
-        ctx.constants = flat, index, fixed
+        ctx.constants = index, fixed
         ctx.has_bias = bias is not None
         return F.linear(x, weight, bias)
 
@@ -41,7 +50,7 @@ class FixedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients; differentiable a second time."""
         x, weight = ctx.saved_tensors
-        flat, index, fixed = ctx.constants
+        index, fixed = ctx.constants
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         rows = grad.reshape(-1, grad.shape[-1])
         if torch.is_grad_enabled():  # create_graph: the constants must not receive second derivatives either
@@ -50,22 +59,19 @@ class FixedLinear(torch.autograd.Function):
         grad_weight = None
         if needs_weight:
             grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
-            grad_weight.put_(flat, torch.zeros_like(fixed))
+            grad_weight.scatter_(1, index, torch.zeros_like(fixed))
         grad_bias = rows.sum(0) if needs_bias and ctx.has_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def fast_path_applies(weight: Tensor, x: Tensor) -> bool:
-    """Whether constants may be written into this weight: it is the module's own, in plain eager float32.
-
-    A tensor that was handed in through ``functional_call`` or stacked by ``vmap`` is the caller's and is never
-    written to; under autocast and ``torch.compile`` the ordinary differentiable form is used.
-    """
+    """Whether the weight and input are in plain eager reverse mode; elsewhere the ordinary differentiable form is used."""
     return (
         type(weight) is torch.nn.Parameter
         and type(x) is Tensor
         and x.dtype == weight.dtype
         and not torch.compiler.is_compiling()
+        and forward_ad._current_level < 0
         and not torch.is_autocast_enabled(x.device.type)
         and not torch._C._are_functorch_transforms_active()
     )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _PIECE = 2**18  # entries worked on at a time in the backward pass, so that they stay in cache
 
@@ -44,11 +45,8 @@ class GatedImages(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of the normalisation's parameters."""
         x, fixed, weight, bias, mean, deviation = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: differentiate the reference form
-            n = x if weight is None else normalise_images(x, weight, bias, ctx.eps)
-            inputs = [x] if weight is None else [x, weight, bias]
-            grads = torch.autograd.grad(gate_images(n, fixed), inputs, grad, create_graph=True)
-            return grads[0], None, *(grads[1:] or (None, None)), None
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # create_graph, batched gradients
+            return _reference_backward(ctx, grad)
         pixels = x.permute(0, 2, 3, 1)
         out = torch.empty_like(pixels)
         _gate_backward(pixels, grad.permute(0, 2, 3, 1), fixed, weight, bias, mean, deviation, out)
@@ -58,6 +56,18 @@ class GatedImages(torch.autograd.Function):
             out, pixels, weight.shape, mean, deviation, weight, bias, [True, True, True]
         )
         return grad_x.permute(0, 3, 1, 2), None, grad_weight, grad_bias, None
+
+
+def _reference_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Differentiate the reference form, so that the result can be differentiated again."""
+    x, fixed, weight, bias, _, _ = ctx.saved_tensors
+    inputs = {place: (x, fixed, weight, bias)[place] for place in (0, 2, 3) if ctx.needs_input_grad[place]}
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        n = x if weight is None else normalise_images(x, weight, bias, ctx.eps)
+        grads = torch.autograd.grad(gate_images(n, fixed), list(inputs.values()), grad, create_graph=again)
+    found = dict(zip(inputs, grads, strict=True))
+    return tuple(found.get(place) for place in range(5))
 
 
 def _gate_backward(
@@ -95,6 +105,7 @@ def lean_path_applies(x: Tensor, fixed: Tensor) -> bool:
         and x.dtype == fixed.dtype
         and x.is_contiguous(memory_format=torch.channels_last)
         and not torch.compiler.is_compiling()
+        and forward_ad._current_level < 0
         and not torch.is_autocast_enabled(x.device.type)
         and not torch._C._are_functorch_transforms_active()
     )

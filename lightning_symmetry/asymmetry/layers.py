@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
-from torch_geometric.nn import Linear as GraphLinear
 
 from lightning_symmetry.asymmetry.fixed_linear import FixedLinear, fast_path_applies, with_constants
+from lightning_symmetry.asymmetry.graph_linear import graph_linear
 from lightning_symmetry.asymmetry.masks import check_counts, distinct_subsets, layer_generator
 from lightning_symmetry.surgery import HasConstants, ReparametrizedLayer
 
@@ -83,21 +83,22 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
         self.n_fix, self.kappa, self.layout = n_fix, float(kappa), layout
         self.weight, self.bias = weight, layer.bias
         generator = layer_generator(seed, name)
-        subsets = [distinct_subsets(rows // groups, units, n_fix, generator) for _ in range(groups)]
-        mask = torch.ones(rows, units, dtype=torch.bool).scatter_(1, torch.cat(subsets), False)
+        drawn = [distinct_subsets(rows // groups, units, n_fix, generator) for _ in range(groups)]
+        subsets = torch.cat(drawn)
+        mask = torch.ones(rows, units, dtype=torch.bool).scatter_(1, subsets, False)
         # The mask is drawn before the constants and their draw does not depend on kappa: the same seed gives
         # the same mask, and constants in proportion, for every kappa.
         fixed = kappa * torch.randn(rows, n_fix * (weight[0].numel() // units), generator=generator)
         self.register_buffer("mask", mask.to(weight.device))
         self.register_buffer("fixed", fixed.to(weight.device, weight.dtype))
-        self._number_entries()
+        self._number_entries(subsets.to(weight.device))
         self.restore_constants()
         self.train(layer.training)
 
-    def _number_entries(self) -> None:
-        """Derive from the mask where the constants stand; not saved, as the mask says it."""
+    def _number_entries(self, subsets: Tensor) -> None:
+        """Note where the constants stand, given the fixed inputs of each row; not saved, as the mask says it."""
         rows, units = self.mask.shape
-        index = self.mask.logical_not().nonzero()[:, 1].view(rows, -1)
+        index = subsets
         size = self.weight[0].numel() // units
         if size > 1:
             within = torch.arange(size, device=index.device)
@@ -150,7 +151,7 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if not self.mask.is_meta:
-            self._number_entries()
+            self._number_entries(self.mask.logical_not().nonzero()[:, 1].view(len(self.mask), -1))
             if self._flat.shape == self.fixed.shape:  # else the loader has already recorded the mismatch
                 self.restore_constants()
 
@@ -202,10 +203,8 @@ class AsymmetricLinear(AsymmetricLayer):
         layer = nn.Linear(in_features, out_features, bias, device, dtype)
         self._from(layer, n_fix, kappa, layout, seed, "")
 
-    def _from(
-        self, layer: nn.Linear | GraphLinear, n_fix: int, kappa: float, layout: Layout, seed: int, name: str
-    ) -> None:
-        self.of_graph_network = isinstance(layer, GraphLinear)
+    def _from(self, layer: nn.Module, n_fix: int, kappa: float, layout: Layout, seed: int, name: str) -> None:
+        self.of_graph_network = isinstance(layer, graph_linear())
         if self.of_graph_network:
             self.in_features, self.out_features = layer.in_channels, layer.out_channels
             self._initializers = layer.weight_initializer, layer.bias_initializer
@@ -216,7 +215,7 @@ class AsymmetricLinear(AsymmetricLayer):
     @classmethod
     def from_layer(
         cls,
-        layer: nn.Linear | GraphLinear,
+        layer: nn.Module,
         n_fix: int,
         kappa: float,
         layout: Layout = "entries",
@@ -242,6 +241,8 @@ class AsymmetricLinear(AsymmetricLayer):
         """Return the plain ``nn.Linear``, or torch-geometric's, with the canonical weight."""
         factory = {"device": self.weight.device, "dtype": self.weight.dtype}
         if self.of_graph_network:
+            from torch_geometric.nn import Linear as GraphLinear  # takes seconds to import
+
             weight_init, bias_init = self._initializers
             layer = GraphLinear(
                 self.in_features,

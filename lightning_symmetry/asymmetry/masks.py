@@ -22,6 +22,11 @@ def layer_generator(seed: int, name: str = "") -> torch.Generator:
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
+def draw_constants(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Draw standard normal constants, in float32 on the CPU whatever the default type and device are."""
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu")
+
+
 def check_counts(rows: int, units: int, n_fix: int, layer: str, way_out: str) -> None:
     """Refuse a number of fixed entries that cannot break the symmetry of ``rows`` rows.
 
@@ -60,8 +65,8 @@ def distinct_subsets(rows: int, units: int, n_fix: int, generator: torch.Generat
     """
     total = math.comb(units, n_fix)
     if total <= _ENUMERATE_BELOW * rows:
-        subsets = torch.tensor(list(combinations(range(units), n_fix)))
-        return subsets[torch.randperm(total, generator=generator)[:rows]]
+        subsets = torch.tensor(list(combinations(range(units), n_fix)), device="cpu")
+        return subsets[torch.randperm(total, generator=generator, device="cpu")[:rows]]
     subsets = _subsets(rows, units, n_fix, generator)
     while len(repeated := _repeated_rows(subsets)):
         subsets[repeated] = _subsets(len(repeated), units, n_fix, generator)
@@ -71,15 +76,17 @@ def distinct_subsets(rows: int, units: int, n_fix: int, generator: torch.Generat
 def _subsets(rows: int, units: int, n_fix: int, generator: torch.Generator) -> Tensor:
     """Draw uniform subsets by Floyd's algorithm, one step for all rows at a time."""
     size = min(n_fix, units - n_fix)  # the complement is as random and cheaper
-    chosen = torch.zeros(rows, units, dtype=torch.bool)
-    draws = torch.rand(size, rows, 1, generator=generator, dtype=torch.float64)
-    for step, draw in enumerate(draws, start=units - size):
-        candidate = (draw * (step + 1)).long()
-        taken = chosen.gather(1, candidate)
-        chosen.scatter_(1, torch.where(taken, step, candidate), True)
-    if size < n_fix:
-        chosen.logical_not_()
-    return chosen.nonzero()[:, 1].view(rows, n_fix)
+    chosen = torch.zeros(rows, units, dtype=torch.bool, device="cpu")
+    steps = torch.arange(units - size, units, device="cpu")
+    draws = torch.rand(size, rows, generator=generator, dtype=torch.float64, device="cpu")
+    columns = (draws.t() * (steps + 1)).long()
+    for column, step in zip(columns.split(1, dim=1), steps, strict=True):
+        taken = chosen.gather(1, column)
+        column.copy_(torch.where(taken, step, column))
+        chosen.scatter_(1, column, True)
+    if size == n_fix:
+        return columns.sort(dim=1).values
+    return chosen.logical_not_().nonzero()[:, 1].view(rows, n_fix)
 
 
 def _repeated_rows(subsets: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
-from torch_geometric.nn import Linear as GraphLinear
 
 from lightning_symmetry.asymmetry.activations import watch
+from lightning_symmetry.asymmetry.graph_linear import graph_linear
 from lightning_symmetry.asymmetry.layers import (
     AsymmetricConv1d,
     AsymmetricConv2d,
@@ -27,12 +27,6 @@ from lightning_symmetry.surgery import (
     why_not_callable,
 )
 
-CONVERSIONS: dict[type[nn.Module], type[AsymmetricLayer]] = {
-    nn.Linear: AsymmetricLinear,
-    GraphLinear: AsymmetricLinear,
-    nn.Conv1d: AsymmetricConv1d,
-    nn.Conv2d: AsymmetricConv2d,
-}
 # Weights of other kinds, which are named in the report so that nobody takes them for asymmetric.
 _OTHER_MAPS = (
     nn.MultiheadAttention,
@@ -46,6 +40,12 @@ _OTHER_MAPS = (
     nn.RNNBase,
     nn.RNNCellBase,
 )
+
+
+def conversions() -> dict[type[nn.Module], type[AsymmetricLayer]]:
+    """Return the plain layers that can be converted, with what they become."""
+    linear = dict.fromkeys((nn.Linear, *graph_linear()), AsymmetricLinear)
+    return {**linear, nn.Conv1d: AsymmetricConv1d, nn.Conv2d: AsymmetricConv2d}
 
 
 def w_replacements(
@@ -74,12 +74,13 @@ def w_replacements(
     if twice := [name for name, m in net.named_modules() if isinstance(m, AsymmetricLayer)]:
         raise ValueError(f"The network is W-asymmetric already: {', '.join(twice[:3])} ({len(twice)} layers).")
     names = module_names(net)
-    kinds = (*CONVERSIONS, *_OTHER_MAPS)
+    become = conversions()
+    kinds = (*become, *_OTHER_MAPS)
     layers = {found[0]: module for module, found in names.items() if isinstance(module, kinds)}
     for name, module in layers.items():
-        if isinstance(module, tuple(CONVERSIONS)) and not name:
+        if isinstance(module, tuple(become)) and not name:
             raise ValueError(
-                f"The network is itself a {type(module).__name__}: build {CONVERSIONS[type(module)].__name__}"
+                f"The network is itself a {type(module).__name__}: build {become[type(module)].__name__}"
                 ".from_layer(net, ...) or wrap it in nn.Sequential."
             )
     skipped = match_patterns(layers, skip, "skip")
@@ -102,7 +103,7 @@ def w_replacements(
         layout = values["layout"]
         units = module.weight.shape[1] if layout == "filters" else module.weight[0].numel()
         n_fix = _number(name, values["n_fix"], units)
-        new = CONVERSIONS[type(module)].from_layer(module, n_fix, values["kappa"], layout, seed, name)
+        new = become[type(module)].from_layer(module, n_fix, values["kappa"], layout, seed, name)
         replacements.update(dict.fromkeys(names[module], new))
         what = "filters" if layout == "filters" else "entries"
         shared = f", shared at {len(names[module])} places" if len(names[module]) > 1 else ""
@@ -138,6 +139,7 @@ def _number(name: str, n_fix: float, units: int) -> int:
 
 def _why_left_alone(net: nn.Module, layers: Mapping[str, nn.Module], example_input: Any) -> dict[str, str]:
     """Return the reason for each layer that cannot be converted."""
+    become = conversions()
     uncalled = why_not_callable(net)
     tied = tied_parameters(net)
     called = None if example_input is None else watch(net, example_input).called
@@ -145,8 +147,8 @@ def _why_left_alone(net: nn.Module, layers: Mapping[str, nn.Module], example_inp
     for name, module in layers.items():
         if name in uncalled:
             reasons[name] = uncalled[name]
-        elif type(module) not in CONVERSIONS:
-            base = next((kind for kind in CONVERSIONS if isinstance(module, kind)), None)
+        elif type(module) not in become:
+            base = next((kind for kind in become if isinstance(module, kind)), None)
             reasons[name] = (
                 f"a subclass of {base.__name__} with a forward of its own"
                 if base

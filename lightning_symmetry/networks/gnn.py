@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import SimpleConv
 
 
 class GNN(nn.Module):
@@ -34,6 +33,8 @@ class GNN(nn.Module):
         num_layers: int = 3,
         activation: Callable[[], nn.Module] = nn.ReLU,
     ) -> None:
+        from torch_geometric.nn import SimpleConv  # takes seconds to import
+
         super().__init__()
         widths = [in_features] + [hidden] * num_layers
         if min(widths) < 1 or num_layers < 1:
