@@ -13,21 +13,22 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_symmetry.callbacks.evaluation import (
     Split,
+    evaluating,
     evaluation_step,
     matching_state,
     quiet_copy,
     split_loader,
 )
-from lightning_symmetry.landscape import PathResult, parameter_distance
+from lightning_symmetry.landscape import PathResult, Segment, parameter_distance
 from lightning_symmetry.landscape.path import path_values
 from lightning_symmetry.landscape.result import as_positions
+from lightning_symmetry.modules import SupervisedModule
 from lightning_symmetry.surgery import plain_copy
 
 
@@ -45,7 +46,8 @@ class LinearInterpolation(Callback):
     TensorBoard logger a figure and the curves (at step :math:`100 \alpha`). In a distributed run each rank evaluates
     a part of the positions. The trainer, the module, its batch-norm statistics and the random state stay as they were.
 
-    Any LightningModule will do: see :func:`~lightning_symmetry.callbacks.evaluation.evaluation_step`.
+    Any LightningModule will do: see :func:`~lightning_symmetry.callbacks.evaluation.evaluation_step`. A callback that
+    changes the weights when training ends, such as weight averaging, must stand before this one.
 
     Args:
         reference: ``"init"``, a module (the LightningModule or the network within it), or the path of a checkpoint.
@@ -62,8 +64,9 @@ class LinearInterpolation(Callback):
         distance: Distance per parameter between the two ends, after ``fit``.
 
     Raises:
-        MisconfigurationException: For strategies that shard parameters, a reference of another architecture, or a
-            split without data.
+        MisconfigurationException: For strategies that shard parameters, a reference of another architecture, a
+            split without data, or ``metrics`` of a module that has no ``output_and_target``. All when ``fit`` starts.
+        ValueError: If masks or constants of the reference differ from the trained network's.
 
     Source: The Empirical Impact of Neural Parameter Symmetries, or Lack Thereof (2024), sections 5.1 and 5.4.
 
@@ -109,12 +112,22 @@ class LinearInterpolation(Callback):
                 f"LinearInterpolation needs whole parameters, but {type(trainer.strategy).__name__} shards them. "
                 "Use 'auto' or 'ddp', or evaluate a consolidated checkpoint with lightning_symmetry.evaluate_path."
             )
+        if stage == "fit":
+            self._start = None  # of an earlier fit; that of a checkpoint is loaded after this
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(self.reference, str | Path) and self.reference != "init" and not Path(self.reference).is_file():
             raise MisconfigurationException(f"The reference checkpoint {str(self.reference)!r} does not exist.")
-        if self.reference != "init" or self._start is not None:
+        if self.metrics and evaluation_step(pl_module, self.split, trainer)[1] is None:
+            raise MisconfigurationException(
+                f"LinearInterpolation has `metrics`, but {type(pl_module).__name__} does not say what to update them "
+                "with: give it `output_and_target(batch, split)` and `loss`."
+            )
+        if self.reference != "init":
+            Segment(self._reference_like(pl_module), pl_module)  # what cannot be interpolated is refused now
+            return
+        if self._start is not None:
             return
         if trainer.ckpt_path is not None:
             rank_zero_warn(
@@ -125,8 +138,13 @@ class LinearInterpolation(Callback):
         self._start = {key: value.detach().cpu().clone() for key, value in state.items()}
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with evaluating(trainer):
+            split_loader(trainer, pl_module, self.split)  # a split without data is refused now
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        with isolate_rng():
+        with evaluating(trainer):
             self._evaluate(trainer, pl_module)
         if trainer.is_global_zero:
             self._log(trainer)
@@ -143,14 +161,16 @@ class LinearInterpolation(Callback):
         strategy = trainer.strategy
         trained = quiet_copy(pl_module)
         reference = self._reference_like(trained)
-        step, loss = evaluation_step(trained, self.split)
+        step, loss = evaluation_step(trained, self.split, trainer)
         metrics = self.metrics
-        if metrics is None and loss is not None and isinstance(getattr(trained, "metrics", None), nn.ModuleDict):
+        if metrics is None and isinstance(trained, SupervisedModule):
             metrics = dict(trained.metrics[f"{self.split}_metrics"].items(keep_base=True, copy_state=False))
         train_loader = split_loader(trainer, pl_module, "train") if self.batch_norm == "recompute" else None
 
-        def transfer(batch: Any) -> Any:
-            return trainer.precision_plugin.convert_input(strategy.batch_to_device(batch))
+        def transfer(item: tuple[Any, int, int]) -> tuple[Any, int, int]:
+            batch, batch_idx, dataloader_idx = item
+            batch = strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
+            return trainer.precision_plugin.convert_input(batch), batch_idx, dataloader_idx
 
         mine = slice(trainer.global_rank, None, trainer.world_size)
         values, curves, count = path_values(
@@ -159,17 +179,19 @@ class LinearInterpolation(Callback):
             split_loader(trainer, pl_module, self.split),
             self.positions[mine],
             loss=loss,
-            metrics=metrics if loss is not None else None,
+            metrics=metrics,
             batch_norm=self.batch_norm,
             train_loader=train_loader,
             step=step,
             transfer=transfer,
             progress=self.progress and trainer.is_global_zero,
         )
-        whole = torch.zeros(1 + len(curves), len(self.positions), dtype=torch.float64, device=strategy.root_device)
-        whole[:, mine] = torch.stack([values, *curves.values()]).to(whole.device)
-        whole = strategy.reduce(whole, reduce_op="sum").cpu()
-        self.result = PathResult(self.positions, whole[0], dict(zip(curves, whole[1:], strict=True)), count)
+        rows = torch.zeros(2 + len(curves), len(self.positions), dtype=torch.float64)
+        rows[:, mine] = torch.stack([torch.full_like(values, count), values, *curves.values()])
+        if trainer.world_size > 1:
+            rows = strategy.reduce(rows.to(strategy.root_device), reduce_op="sum").cpu()
+        samples, values, *others = rows
+        self.result = PathResult(self.positions, values, dict(zip(curves, others, strict=True)), int(samples[0]))
         self.distance = parameter_distance(reference, trained)
 
     def _reference_like(self, trained: pl.LightningModule) -> nn.Module:
@@ -198,6 +220,7 @@ class LinearInterpolation(Callback):
                 continue
             for quantity, values in curves.items():
                 figure = self.result.plot(quantity)
+                figure.axes[0].set_title(f"{self.split} {quantity} from the reference to the trained network")
                 logger.experiment.add_figure(f"{self.name}/{quantity}_path", figure, trainer.global_step)
                 for alpha, value in zip(self.positions.tolist(), values.tolist(), strict=True):
                     logger.experiment.add_scalar(f"{self.name}/{quantity}_curve", value, round(100 * alpha))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -74,7 +75,8 @@ def evaluate_path(
         loss: ``loss(output, target)``: a value for each sample, which is summed, or a scalar, which is taken as the
             mean over the ``len(target)`` samples of the batch. None: ``step`` returns the mean loss of the batch and
             its number of samples. Default: cross entropy.
-        metrics: torchmetrics by name, updated with ``(output, target)``. They are not changed.
+        metrics: torchmetrics by name, updated with ``(output, target)``, each of which computes one number. They are
+            not changed.
         batch_norm: ``"keep"`` interpolates the running statistics with the parameters; ``"recompute"`` takes them
             anew at each position over ``train_loader`` (REPAIR's reset).
         train_loader: Batches for ``"recompute"``, without augmentation best.
@@ -86,8 +88,8 @@ def evaluate_path(
         The curves and their measures.
 
     Raises:
-        ValueError: If the networks cannot be interpolated, there is no data, or ``"recompute"`` has no
-            ``train_loader`` or nothing to recompute.
+        ValueError: If the networks cannot be interpolated, there is no data, a metric is no single number, or
+            ``"recompute"`` has no ``train_loader`` or nothing to recompute.
 
     Source: The Empirical Impact of Neural Parameter Symmetries, or Lack Thereof (2024), sections 5.1 and 5.4.
     """
@@ -125,8 +127,10 @@ def path_values(
 ) -> tuple[Tensor, dict[str, Tensor], int]:
     """Return loss and metrics at any positions, of which one process of several may have a part, and the samples.
 
-    Arguments are those of :func:`evaluate_path`.
+    Arguments are those of :func:`evaluate_path`. Without positions nothing is loaded.
     """
+    if len(positions) == 0:
+        return positions.clone(), {name: positions.clone() for name in metrics or {}}, 0
     segment = Segment(a, b)
     net = segment.point.eval()
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
@@ -135,11 +139,7 @@ def path_values(
     counts = [0] * len(positions)
     if loss is None and metrics:
         raise ValueError("With loss=None `step` returns no output: metrics cannot be updated.")
-    meters = [{name: metric.clone().to(device) for name, metric in (metrics or {}).items()} for _ in positions]
-    for meter in meters:
-        for metric in meter.values():
-            metric.reset()
-            metric.sync_on_compute = False  # a path is evaluated whole by one process
+    meters = [{name: _meter(metric).to(device) for name, metric in (metrics or {}).items()} for _ in positions]
     with torch.random.fork_rng(devices=[]):
         statistics, recomputed = None, None
         if batch_norm == "recompute":
@@ -164,22 +164,36 @@ def path_values(
                     bar.update()
     if not counts[0]:
         raise ValueError("The dataloader gave no samples to evaluate the path on.")
-    values = {
-        name: torch.stack([torch.as_tensor(meter[name].compute()).double().cpu() for meter in meters])
-        for name in metrics or {}
-    }
+    values = {name: torch.stack([_number(name, meter[name].compute()) for meter in meters]) for name in metrics or {}}
     return totals / torch.tensor(counts), values, counts[0]
 
 
+def _meter(metric: Metric) -> Metric:
+    """Return a fresh copy that sees this process only: a position is evaluated whole by one of several."""
+    meter = metric.clone()
+    meter.reset()
+    for part in meter.modules():
+        if isinstance(part, Metric):
+            part.distributed_available_fn = _never
+    return meter
+
+
+def _never() -> bool:
+    return False
+
+
+def _number(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor | int | float) or torch.as_tensor(value).numel() != 1:
+        raise ValueError(f"Expected the metric {name!r} to compute one number but got {value}.")
+    return torch.as_tensor(value).cpu().double().reshape(())
+
+
 def _loss_sum(loss: Callable[[Any, Any], Tensor] | None, first: Any, second: Any) -> tuple[Tensor, int]:
-    """Return the summed loss and the number of samples of one batch."""
-    if loss is None:
-        return first.double().cpu() * second, second
-    value = loss(first, second)
-    count = len(second)
-    if value.ndim:
-        return value.double().sum().cpu() * (count / value.shape[0]), count
-    return value.double().cpu() * count, count
+    """Return the summed loss and the number of samples of one batch; without samples the mean loss is undefined."""
+    value, count = (first, second) if loss is None else (loss(first, second), len(second))
+    if count == 0:
+        return torch.zeros((), dtype=torch.float64), 0
+    return value.cpu().double().mean() * count, count
 
 
 def _recompute(
@@ -221,15 +235,15 @@ def _groups(loader: Iterable[Any], transfer: Callable[[Any], Any]) -> Iterator[l
 
 
 def _num_bytes(batch: Any) -> int:
-    if isinstance(batch, Tensor):
-        return batch.numel() * batch.element_size()
+    if hasattr(batch, "nbytes"):  # a tensor or an array
+        return batch.nbytes
     if isinstance(batch, Mapping):
         return sum(map(_num_bytes, batch.values()))
     if isinstance(batch, tuple | list):
         return sum(map(_num_bytes, batch))
     if hasattr(batch, "to_dict"):  # a torch-geometric graph
         return _num_bytes(batch.to_dict())
-    return 0
+    return _num_bytes(vars(batch)) if is_dataclass(batch) else 0
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:

@@ -32,9 +32,10 @@ class Segment:
         _check_constants(_constants(a), _constants(b), "a", "b")
         self.point = plain_copy(a, keep_affine=True)
         other = plain_copy(b, keep_affine=True)
-        self._b = _tensors(other)
+        ends = _tensors(other)
         self._a = {name: tensor.detach().clone() for name, tensor in _tensors(self.point).items()}
-        _check_shapes(self._a, self._b)
+        _check_shapes(self._a, ends)
+        self._b = {name: _end(tensor, ends[name]) for name, tensor in self._a.items()}
         self._here = _tensors(self.point)
 
     @torch.no_grad()
@@ -68,7 +69,7 @@ def interpolate(a: nn.Module | State, b: nn.Module | State, alpha: float) -> Any
     _check_shapes(a, b)
     constant = {name for name in a if name.rpartition(".")[2] in CONSTANT_BUFFERS}
     _check_constants({n: a[n] for n in constant}, {n: b[n] for n in constant}, "a", "b")
-    return {name: a[name].clone() if name in constant else _between(a[name], b[name], alpha) for name in a}
+    return {name: _between(a[name], _end(a[name], b[name]), alpha) for name in a}
 
 
 def parameter_distance(a: nn.Module, b: nn.Module, per_parameter: bool = True) -> float:
@@ -93,7 +94,7 @@ def parameter_distance(a: nn.Module, b: nn.Module, per_parameter: bool = True) -
     ours, theirs = dict(left.named_parameters()), dict(right.named_parameters())
     _check_shapes(ours, theirs)
     square = sum(
-        (tensor.detach().double() - theirs[name].detach().double()).square().sum().item()
+        (tensor.detach().cpu().double() - theirs[name].detach().cpu().double()).square().sum().item()
         for name, tensor in ours.items()
     )
     fixed = sum(module.num_fixed for module in a.modules() if isinstance(module, HasConstants))
@@ -101,11 +102,18 @@ def parameter_distance(a: nn.Module, b: nn.Module, per_parameter: bool = True) -
     return square**0.5 / (count if per_parameter else 1)
 
 
+def _end(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``b`` in the place and type of ``a``; ``a`` itself where the two agree."""
+    b = b.to(a.device, a.dtype)
+    return a if torch.equal(a, b) else b
+
+
 def _between(a: Tensor, b: Tensor, alpha: float, out: Tensor | None = None) -> Tensor:
-    if not (a.is_floating_point() or a.is_complex()):
-        nearer = a if alpha < 0.5 else b.to(a.device)
+    # What agrees is copied: between two infinities (masks of attention) there is no line.
+    if a is b or alpha in (0, 1) or not (a.is_floating_point() or a.is_complex()):
+        nearer = a if alpha < 0.5 else b
         return nearer.clone() if out is None else out.copy_(nearer)
-    return torch.lerp(a, b.to(a.device, a.dtype), alpha, out=out)
+    return torch.lerp(a, b, alpha, out=out)
 
 
 def _tensors(net: nn.Module) -> dict[str, Tensor]:
