@@ -37,9 +37,7 @@ class FixedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, fixed: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, fixed: Tensor) -> Tensor:
         """Compute the map; ``index`` holds the columns of the fixed entries of each row."""
         ctx.save_for_backward(x, weight)
         ctx.constants = index, fixed
@@ -65,11 +63,12 @@ class FixedLinear(torch.autograd.Function):
 
 
 def fast_path_applies(weight: Tensor, x: Tensor) -> bool:
-    """Whether the weight and input are in plain eager reverse mode; elsewhere the ordinary differentiable form is used."""
+    """Whether this is plain eager reverse mode in one type; elsewhere the ordinary differentiable form is used."""
     return (
         type(weight) is torch.nn.Parameter
         and type(x) is Tensor
         and x.dtype == weight.dtype
+        and not x.is_meta
         and not torch.compiler.is_compiling()
         and forward_ad._current_level < 0
         and not torch.is_autocast_enabled(x.device.type)

@@ -45,7 +45,7 @@ class GatedImages(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of the normalisation's parameters."""
         x, fixed, weight, bias, mean, deviation = ctx.saved_tensors
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # create_graph, batched gradients
+        if torch.is_grad_enabled() or _is_batched(grad):
             return _reference_backward(ctx, grad)
         pixels = x.permute(0, 2, 3, 1)
         out = torch.empty_like(pixels)
@@ -56,6 +56,12 @@ class GatedImages(torch.autograd.Function):
             out, pixels, weight.shape, mean, deviation, weight, bias, [True, True, True]
         )
         return grad_x.permute(0, 3, 1, 2), None, grad_weight, grad_bias, None
+
+
+def _is_batched(grad: Tensor) -> bool:
+    """Whether many gradients are pulled back at once, by ``vmap`` or ``is_grads_batched``."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
 
 
 def _reference_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,9 +109,10 @@ def lean_path_applies(x: Tensor, fixed: Tensor) -> bool:
         and type(x) is Tensor
         and x.ndim == 4
         and x.dtype == fixed.dtype
+        and not x.is_meta
+        and not torch._C._are_functorch_transforms_active()
         and x.is_contiguous(memory_format=torch.channels_last)
         and not torch.compiler.is_compiling()
         and forward_ad._current_level < 0
         and not torch.is_autocast_enabled(x.device.type)
-        and not torch._C._are_functorch_transforms_active()
     )

@@ -10,9 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from lightning_symmetry.asymmetry.fixed_linear import FixedLinear, fast_path_applies, with_constants
+from lightning_symmetry.asymmetry.fixed_linear import (
+    FixedLinear,
+    fast_path_applies,
+    with_constants,
+    with_mask,
+)
 from lightning_symmetry.asymmetry.graph_linear import graph_linear
-from lightning_symmetry.asymmetry.masks import check_counts, distinct_subsets, layer_generator
+from lightning_symmetry.asymmetry.masks import check_counts, distinct_subsets, draw_constants, layer_generator
 from lightning_symmetry.surgery import HasConstants, ReparametrizedLayer
 
 Layout = Literal["entries", "filters"]
@@ -51,7 +56,30 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
     mask: Tensor
     fixed: Tensor
     _index: Tensor
-    _flat: Tensor
+    _own: tuple[Tensor, Tensor, Tensor]
+
+    @classmethod
+    def check(cls, layer: nn.Module, n_fix: int, kappa: float, layout: Layout, name: str = "") -> None:
+        """Check that a plain layer can take these settings, without changing it; arguments as in ``from_layer``.
+
+        Raises:
+            ValueError: If rows cannot be made distinct with at least one trainable entry each, kappa is negative or
+                the layout unknown.
+        """
+        title = f"Layer {name!r}" if name else cls.__name__
+        if layout not in ("entries", "filters"):
+            raise ValueError(f"{title}: expected `layout` to be 'entries' or 'filters' but got {layout!r}.")
+        if not kappa >= 0 or not math.isfinite(kappa):
+            raise ValueError(f"{title}: kappa must be positive (or exactly 0, fixed zeros), but got {kappa}.")
+        rows, units = rows_and_units(layer.weight, layout)
+        what = "filters" if layout == "filters" else "entries"
+        check_counts(
+            rows // getattr(layer, "groups", 1),
+            units,
+            n_fix,
+            title,
+            f"Choose another n_fix ({what} of each row), give this layer its own with overrides, or skip it.",
+        )
 
     def _adopt(
         self,
@@ -61,34 +89,21 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
         layout: Layout,
         seed: int,
         name: str,
-        groups: int = 1,
     ) -> None:
         """Take over the parameters of a plain layer and draw mask and constants."""
-        title = f"Layer {name!r}" if name else type(self).__name__
-        if layout not in ("entries", "filters"):
-            raise ValueError(f"{title}: expected `layout` to be 'entries' or 'filters' but got {layout!r}.")
-        if not kappa >= 0 or not math.isfinite(kappa):
-            raise ValueError(f"{title}: kappa must be positive (or exactly 0, fixed zeros), but got {kappa}.")
+        self.check(layer, n_fix, kappa, layout, name)
         weight: nn.Parameter = layer.weight
-        rows = weight.shape[0]
-        units = weight.shape[1] if layout == "filters" else weight[0].numel()
-        what = "filters" if layout == "filters" else "entries"
-        check_counts(
-            rows // groups,
-            units,
-            n_fix,
-            title,
-            f"Choose another n_fix ({what} of each row), give this layer its own with overrides, or skip it.",
-        )
+        rows, units = rows_and_units(weight, layout)
+        groups = getattr(layer, "groups", 1)
         self.n_fix, self.kappa, self.layout = n_fix, float(kappa), layout
         self.weight, self.bias = weight, layer.bias
         generator = layer_generator(seed, name)
         drawn = [distinct_subsets(rows // groups, units, n_fix, generator) for _ in range(groups)]
         subsets = torch.cat(drawn)
-        mask = torch.ones(rows, units, dtype=torch.bool).scatter_(1, subsets, False)
+        mask = torch.ones(rows, units, dtype=torch.bool, device="cpu").scatter_(1, subsets, False)
         # The mask is drawn before the constants and their draw does not depend on kappa: the same seed gives
         # the same mask, and constants in proportion, for every kappa.
-        fixed = kappa * torch.randn(rows, n_fix * (weight[0].numel() // units), generator=generator)
+        fixed = kappa * draw_constants(rows, n_fix * (weight[0].numel() // units), generator)
         self.register_buffer("mask", mask.to(weight.device))
         self.register_buffer("fixed", fixed.to(weight.device, weight.dtype))
         self._number_entries(subsets.to(weight.device))
@@ -96,16 +111,32 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
         self.train(layer.training)
 
     def _number_entries(self, subsets: Tensor) -> None:
-        """Note where the constants stand, given the fixed inputs of each row; not saved, as the mask says it."""
-        rows, units = self.mask.shape
+        """Note where the constants stand, given the fixed inputs of each row.
+
+        The positions are no buffer: the mask says them, DDP would send them in each step, and a moving average of
+        buffers would round them.
+        """
         index = subsets
-        size = self.weight[0].numel() // units
+        size = self.weight[0].numel() // self.mask.shape[1]
         if size > 1:
             within = torch.arange(size, device=index.device)
             index = (index.unsqueeze(-1) * size + within).flatten(1)
-        flat = index + torch.arange(rows, device=index.device).unsqueeze(1) * self.weight[0].numel()
-        self.register_buffer("_index", index, persistent=False)
-        self.register_buffer("_flat", flat, persistent=False)
+        self._index = index
+        self._own = self.weight, self.mask, self.fixed
+
+    def _apply(self, fn: Any, recurse: bool = True) -> AsymmetricLayer:
+        super()._apply(fn, recurse)
+        self._index = fn(self._index)
+        self._own = self.weight, self.mask, self.fixed
+        return self
+
+    def _holds_its_own(self) -> bool:
+        """Whether weight and constants are the module's, not handed in by ``functional_call`` or stacked by ``vmap``.
+
+        What was handed in is the caller's and is never written to.
+        """
+        weight, mask, fixed = self._own
+        return self.weight is weight and self.mask is mask and self.fixed is fixed
 
     @torch.no_grad()
     def restore_constants(self) -> None:
@@ -113,11 +144,17 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
 
         Autograd does not see this: between two calls only an optimizer step can have changed these entries.
         """
-        self.weight.data.put_(self._flat, self.fixed)
+        weight = self.weight.data
+        if weight.ndim == 2:
+            weight.scatter_(1, self._index, self.fixed)
+        else:
+            weight.copy_(with_constants(weight, self._index, self.fixed))
 
     def canonical_weight(self) -> Tensor:
         """Return ``W'``, differentiable in ``weight`` and constant at the fixed entries."""
-        return with_constants(self.weight, self._index, self.fixed)
+        if self.mask is self._own[1]:
+            return with_constants(self.weight, self._index, self.fixed)
+        return with_mask(self.weight, self.mask, self.fixed)
 
     def constants(self) -> dict[str, Tensor]:
         """Return the mask and the constants."""
@@ -152,7 +189,7 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if not self.mask.is_meta:
             self._number_entries(self.mask.logical_not().nonzero()[:, 1].view(len(self.mask), -1))
-            if self._flat.shape == self.fixed.shape:  # else the loader has already recorded the mismatch
+            if self._index.shape == self.fixed.shape:  # else the loader has already recorded the mismatch
                 self.restore_constants()
 
     def _fill(self, layer: nn.Module) -> nn.Module:
@@ -167,6 +204,11 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
 
     def _describe(self) -> str:
         return f"bias={self.bias is not None}, n_fix={self.n_fix}, kappa={self.kappa:g}, layout={self.layout!r}"
+
+
+def rows_and_units(weight: Tensor, layout: Layout) -> tuple[int, int]:
+    """Return the number of rows and the number of inputs of a row, of which some are fixed."""
+    return weight.shape[0], weight.shape[1] if layout == "filters" else weight[0].numel()
 
 
 class AsymmetricLinear(AsymmetricLayer):
@@ -244,22 +286,23 @@ class AsymmetricLinear(AsymmetricLayer):
             from torch_geometric.nn import Linear as GraphLinear  # takes seconds to import
 
             weight_init, bias_init = self._initializers
-            layer = GraphLinear(
-                self.in_features,
-                self.out_features,
-                bias=self.bias is not None,
-                weight_initializer=weight_init,
-                bias_initializer=bias_init,
-            ).to(**factory)
+            with torch.random.fork_rng(devices=[]):  # it cannot be built without drawing parameters
+                layer = GraphLinear(
+                    self.in_features,
+                    self.out_features,
+                    bias=self.bias is not None,
+                    weight_initializer=weight_init,
+                    bias_initializer=bias_init,
+                ).to(**factory)
         else:
             layer = skip_init(nn.Linear, self.in_features, self.out_features, bias=self.bias is not None, **factory)
         return self._fill(layer)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(..., in_features)`` to ``(..., out_features)``."""
-        if fast_path_applies(self.weight, input):
+        if self._holds_its_own() and fast_path_applies(self.weight, input):
             self.restore_constants()
-            return FixedLinear.apply(input, self.weight, self.bias, self._flat, self._index, self.fixed)
+            return FixedLinear.apply(input, self.weight, self.bias, self._index, self.fixed)
         return F.linear(input, self.canonical_weight(), self.bias)
 
     def extra_repr(self) -> str:
@@ -311,7 +354,7 @@ class _AsymmetricConv(AsymmetricLayer):
             setattr(self, attribute, getattr(layer, attribute))
         if self.padding_mode != "zeros":
             self._pad = list(layer._reversed_padding_repeated_twice)
-        self._adopt(layer, n_fix, kappa, layout, seed, name, groups=self.groups)
+        self._adopt(layer, n_fix, kappa, layout, seed, name)
 
     @classmethod
     def from_layer(

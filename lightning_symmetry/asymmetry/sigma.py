@@ -68,7 +68,8 @@ def sigma_replacements(
     for module, found in names.items():
         name = found[0]
         if isinstance(module, ACTIVATIONS):
-            sizes[name], kinds[name], places[name] = sorted(seen.sizes[name]), type(module).__name__, found
+            sizes[name] = sorted(seen.sizes[name], reverse=True)  # images before features, as FiGLUs needs it
+            kinds[name], places[name] = type(module).__name__, found
         elif isinstance(module, _TRANSFORMER_LAYERS) and not isinstance(module.activation, nn.Module):
             child = f"{name}.activation" if name else "activation"
             sizes[child], kinds[child] = [(-1, module.linear1.out_features)], module.activation.__name__
@@ -86,7 +87,7 @@ def sigma_replacements(
             report.add(name, kinds[name], False, "it is not called with the example input")
             continue
         figlus = {
-            f"{axis % 2}_{dim}": FiGLU(dim, values["scale"], axis, seed, f"{name}/{axis}/{dim}")
+            f"{'last' if axis == -1 else axis}_{dim}": FiGLU(dim, values["scale"], axis, seed, f"{name}/{axis}/{dim}")
             for axis, dim in sizes[name]
         }
         new = next(iter(figlus.values())) if len(figlus) == 1 else FiGLUs(figlus)

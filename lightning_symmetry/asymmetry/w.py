@@ -17,6 +17,7 @@ from lightning_symmetry.asymmetry.layers import (
     AsymmetricConv2d,
     AsymmetricLayer,
     AsymmetricLinear,
+    rows_and_units,
 )
 from lightning_symmetry.surgery import (
     ConversionReport,
@@ -93,6 +94,11 @@ def w_replacements(
         elif not skipped[name]:
             candidates[name] = module
     chosen = dict(settings_for(candidates, settings, _present(overrides, layers, candidates)))
+    for name, values in chosen.items():
+        _, values["units"] = rows_and_units(layers[name].weight, values["layout"])
+        values["n_fix"] = _number(name, values["n_fix"], values["units"])
+        # All are checked before the first is built, which writes its constants into the parameters of the old one.
+        become[type(layers[name])].check(layers[name], values["n_fix"], values["kappa"], values["layout"], name)
     replacements: dict[str, nn.Module] = {}
     for name, module in layers.items():
         kind = type(module).__name__
@@ -100,9 +106,7 @@ def w_replacements(
             report.add(name, kind, False, "skipped" if skipped[name] else reasons[name])
             continue
         values = chosen[name]
-        layout = values["layout"]
-        units = module.weight.shape[1] if layout == "filters" else module.weight[0].numel()
-        n_fix = _number(name, values["n_fix"], units)
+        layout, units, n_fix = values["layout"], values["units"], values["n_fix"]
         new = become[type(module)].from_layer(module, n_fix, values["kappa"], layout, seed, name)
         replacements.update(dict.fromkeys(names[module], new))
         what = "filters" if layout == "filters" else "entries"
@@ -147,6 +151,10 @@ def _why_left_alone(net: nn.Module, layers: Mapping[str, nn.Module], example_inp
     for name, module in layers.items():
         if name in uncalled:
             reasons[name] = uncalled[name]
+        elif isinstance(module, tuple(become)) and _is_lazy(module):
+            reasons[name] = "its parameters are lazy: run the network once before"
+        elif isinstance(module, tuple(become)) and _is_parametrized(module):
+            reasons[name] = "its weight is parametrised"
         elif type(module) not in become:
             base = next((kind for kind in become if isinstance(module, kind)), None)
             reasons[name] = (
@@ -155,13 +163,20 @@ def _why_left_alone(net: nn.Module, layers: Mapping[str, nn.Module], example_inp
                 else "its weights are not those of a linear layer or convolution"
             )
         elif name in tied:
-            reasons[name] = f"its parameters are tied to {', '.join(tied[name])}"
-        elif isinstance(module.weight, UninitializedParameter):
-            reasons[name] = "its parameters are lazy: run the network once before"
-        elif parametrize.is_parametrized(module) or "weight" not in module._parameters:
-            reasons[name] = "its weight is parametrised"
-        elif module._forward_pre_hooks or module._forward_hooks:
-            reasons[name] = "it has forward hooks, which would be lost"
+            reasons[name] = f"its parameters are tied to {', '.join(other or 'the network' for other in tied[name])}"
+        elif any(getattr(module, hooks) for hooks in _HOOKS):
+            reasons[name] = "it has hooks, which would be lost"
         elif called is not None and name not in called:
             reasons[name] = "it is not called with the example input"
     return reasons
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    return isinstance(module._parameters.get("weight"), UninitializedParameter)
+
+
+def _is_parametrized(module: nn.Module) -> bool:
+    return parametrize.is_parametrized(module) or "weight" not in module._parameters

@@ -70,7 +70,7 @@ class SupervisedModule(pl.LightningModule):
         metrics.update(output.detach(), target)
         count = len(target)
         logged = {f"{split}/loss": loss.detach(), **metrics}
-        self.log_dict(logged, on_step=False, on_epoch=True, batch_size=count)
+        self.log_dict(logged, on_step=False, on_epoch=True, batch_size=count, sync_dist=True)
         return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -87,7 +87,9 @@ class SupervisedModule(pl.LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the output for a batch with or without target."""
-        return self.output_and_target(batch, "test")[0] if not isinstance(batch, Tensor) else self.net(batch)
+        if isinstance(batch, tuple | list):
+            return self.net(batch[0])
+        return self.net(batch) if isinstance(batch, Tensor) else self.output_and_target(batch, "test")[0]
 
     def configure_optimizers(self) -> Any:
         """Build optimizer and scheduler."""

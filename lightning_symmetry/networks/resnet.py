@@ -98,7 +98,7 @@ class ResNet(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map images ``(N, C, H, W)`` to logits ``(N, num_classes)``."""
-        input = input.contiguous(memory_format=torch.channels_last)
+        input = input.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # channels last, in words that vmap knows
         hidden = normalise_and_activate(self.stem_norm, self.stem_activation, self.stem(input))
         hidden = self.stage3(self.stage2(self.stage1(hidden)))
         return self.head(hidden.mean((2, 3)))

@@ -33,7 +33,7 @@ def replace_modules(net: nn.Module, replacements: Mapping[str, nn.Module]) -> No
             raise ValueError("The network itself is the layer to replace; wrap it in nn.Sequential first.")
         parent, _, child = name.rpartition(".")
         owner = net.get_submodule(parent)
-        owner._modules[child] = module
+        setattr(owner, child, module)  # not _modules: a function of that name would stay in front of it
         _leave_fast_path(net, parent)
 
 
