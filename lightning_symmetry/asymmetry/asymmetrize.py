@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from lightning_symmetry.asymmetry.layers import AsymmetricLayer, Layout
+from lightning_symmetry.asymmetry.layer import AsymmetricLayer, Layout
 from lightning_symmetry.asymmetry.presets import PRESETS
 from lightning_symmetry.asymmetry.sigma import sigma_replacements
 from lightning_symmetry.asymmetry.w import w_replacements

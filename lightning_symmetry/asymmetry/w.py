@@ -11,14 +11,10 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from lightning_symmetry.asymmetry.activations import watch
+from lightning_symmetry.asymmetry.conv import AsymmetricConv1d, AsymmetricConv2d
 from lightning_symmetry.asymmetry.graph_linear import graph_linear
-from lightning_symmetry.asymmetry.layers import (
-    AsymmetricConv1d,
-    AsymmetricConv2d,
-    AsymmetricLayer,
-    AsymmetricLinear,
-    rows_and_units,
-)
+from lightning_symmetry.asymmetry.layer import AsymmetricLayer, rows_and_units
+from lightning_symmetry.asymmetry.linear import AsymmetricLinear
 from lightning_symmetry.surgery import (
     ConversionReport,
     match_patterns,

@@ -172,9 +172,7 @@ def test_planetoid_leaves_a_read_only_folder_alone(tmp_path, cached):
 def test_planetoid_random_split_follows_its_seed(tmp_path):
     write_planetoid(tmp_path / "Cora" / "raw")
     state = torch.get_rng_state()
-    first, again, other = (
-        PlanetoidData("Cora", str(tmp_path), "random", split_seed=seed).graph for seed in (0, 0, 1)
-    )
+    first, again, other = (PlanetoidData("Cora", str(tmp_path), "random", split_seed=seed).graph for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(first.train_mask, again.train_mask)
     assert not torch.equal(first.train_mask, other.train_mask)

@@ -167,9 +167,7 @@ def test_cifar_is_found_in_a_folder_of_its_name(make_tree, tmp_path):
 def test_worker_loads_images_from_disk(make_tree):
     tree = make_tree()
     loaders = [
-        VisionData(
-            "imagefolder", str(tree), num_workers=n, max_memory_gb=0, val_fraction=0.2
-        ).val_dataloader()
+        VisionData("imagefolder", str(tree), num_workers=n, max_memory_gb=0, val_fraction=0.2).val_dataloader()
         for n in (0, 1)
     ]
     assert isinstance(loaders[0].dataset, Subset)
@@ -266,9 +264,7 @@ def test_no_class_folders(tmp_path):
 def test_sizes_differ(make_tree, max_memory_gb):
     tree = make_tree()
     Image.new("RGB", (12, 14)).save(tree / "test" / "emu" / "1.png")
-    message = (
-        r"one size, but got \(height, width\) = \(12, 12\) in .*\(14, 12\) in .*emu/1.png; pass `image_size`"
-    )
+    message = r"one size, but got \(height, width\) = \(12, 12\) in .*\(14, 12\) in .*emu/1.png; pass `image_size`"
     with pytest.raises(ValueError, match=message):
         VisionData("imagefolder", str(tree), max_memory_gb=max_memory_gb).setup()
 
