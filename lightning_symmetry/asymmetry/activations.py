@@ -114,8 +114,9 @@ def watch(net: nn.Module, example_input: Any) -> Sightings:
     for name, module in net.named_modules():
         handles.append(module.register_forward_pre_hook(enter(name, module)))
         handles.append(module.register_forward_hook(leave(module), always_call=True))
+    devices = {parameter.device for parameter in net.parameters() if parameter.device.type == "cuda"}
     try:
-        with _evaluating(net), torch.no_grad(), torch.random.fork_rng(), Watch():
+        with _evaluating(net), torch.no_grad(), torch.random.fork_rng(devices=devices), Watch():
             call(net, example_input)
     finally:
         for handle in handles:

@@ -54,7 +54,8 @@ def asymmetrize(
         layout: ``"entries"`` fixes single entries of the flattened fan-in, ``"filters"`` whole connections
             between channels. Default ``"entries"``.
         scale: Standard deviation of FiGLU's F times the root of the number of channels. Default 1.
-        seed: Seed of masks and constants. Networks can only be interpolated when they share it.
+        seed: Seed of masks and constants, which depend on it and on the layer's name within ``net`` only. Networks can
+            only be interpolated when they share it; every rank of a distributed run must.
         skip: Shell patterns of layers to leave alone.
         overrides: Shell pattern -> settings (``n_fix``, ``kappa``, ``layout``; ``scale`` for sigma) of single
             layers; where several match, the later one counts.

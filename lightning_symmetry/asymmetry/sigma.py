@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_symmetry.asymmetry.activations import ACTIVATIONS, watch
 from lightning_symmetry.asymmetry.figlu import FiGLU
-from lightning_symmetry.surgery import ConversionReport, match_patterns, module_names, settings_for
+from lightning_symmetry.surgery import ConversionReport, match_patterns, module_names, settings_for, uncompiled
 
 _TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -86,8 +86,9 @@ def sigma_replacements(
         if not sizes[name]:
             report.add(name, kinds[name], False, "it is not called with the example input")
             continue
+        title = uncompiled(name)
         figlus = {
-            f"{'last' if axis == -1 else axis}_{dim}": FiGLU(dim, values["scale"], axis, seed, f"{name}/{axis}/{dim}")
+            f"{'last' if axis == -1 else axis}_{dim}": FiGLU(dim, values["scale"], axis, seed, f"{title}/{axis}/{dim}")
             for axis, dim in sizes[name]
         }
         new = next(iter(figlus.values())) if len(figlus) == 1 else FiGLUs(figlus)

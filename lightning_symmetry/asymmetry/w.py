@@ -21,6 +21,7 @@ from lightning_symmetry.surgery import (
     module_names,
     settings_for,
     tied_parameters,
+    uncompiled,
     why_not_callable,
 )
 
@@ -103,7 +104,7 @@ def w_replacements(
             continue
         values = chosen[name]
         layout, units, n_fix = values["layout"], values["units"], values["n_fix"]
-        new = become[type(module)].from_layer(module, n_fix, values["kappa"], layout, seed, name)
+        new = become[type(module)].from_layer(module, n_fix, values["kappa"], layout, seed, uncompiled(name))
         replacements.update(dict.fromkeys(names[module], new))
         what = "filters" if layout == "filters" else "entries"
         shared = f", shared at {len(names[module])} places" if len(names[module]) > 1 else ""

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler
 
+from lightning_symmetry.surgery import uncompiled
+
 Split = Literal["train", "val", "test"]
 
 
@@ -180,11 +182,11 @@ def matching_state(state: dict[str, Tensor], target: nn.Module, source: str) -> 
     Raises:
         MisconfigurationException: If it belongs to none.
     """
-    state = {key.replace("_orig_mod.", ""): value for key, value in state.items()}
+    state = {uncompiled(key): value for key, value in state.items()}
     wanted = set(state)
     for _, part in chain([("", target)], target.named_children()):
         ours = part.state_dict()
-        keys = {key.replace("_orig_mod.", ""): key for key in ours}
+        keys = {uncompiled(key): key for key in ours}
         if set(keys) != wanted:
             continue
         state = {keys[key]: value for key, value in state.items()}
@@ -195,7 +197,7 @@ def matching_state(state: dict[str, Tensor], target: nn.Module, source: str) -> 
                     f"{tuple(ours[key].shape)} in the trained module."
                 )
         return part, state
-    ours = {key.replace("_orig_mod.", "") for key in target.state_dict()}
+    ours = {uncompiled(key) for key in target.state_dict()}
     missing, extra = sorted(ours - wanted), sorted(wanted - ours)
     raise MisconfigurationException(
         f"The reference ({source}) is no {type(target).__name__}: it lacks {missing[:3]} ({len(missing)} entries) "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +45,8 @@ class LinearInterpolation(Callback):
     Logs ``interpolation/midpoint_barrier``, ``/max_barrier``, ``/max_increase``, ``/is_monotonic``,
     ``/local_convexity``, ``/global_convexity`` and ``/distance_per_parameter`` to every logger, and to every
     TensorBoard logger a figure and the curves (at step :math:`100 \alpha`). In a distributed run each rank evaluates
-    a part of the positions. The trainer, the module, its batch-norm statistics and the random state stay as they were.
+    a part of the positions. With ``fast_dev_run`` only its number of batches is evaluated. The trainer, the module, its
+    batch-norm statistics and the random state stay as they were.
 
     Any LightningModule will do: see :func:`~lightning_symmetry.callbacks.evaluation.evaluation_step`. A callback that
     changes the weights when training ends, such as weight averaging, must stand before this one.
@@ -165,6 +167,7 @@ class LinearInterpolation(Callback):
         metrics = self.metrics
         if metrics is None and isinstance(trained, SupervisedModule):
             metrics = dict(trained.metrics[f"{self.split}_metrics"].items(keep_base=True, copy_state=False))
+        loader = split_loader(trainer, pl_module, self.split)
         train_loader = split_loader(trainer, pl_module, "train") if self.batch_norm == "recompute" else None
 
         def transfer(item: tuple[Any, int, int]) -> tuple[Any, int, int]:
@@ -176,7 +179,7 @@ class LinearInterpolation(Callback):
         values, curves, count = path_values(
             reference,
             trained,
-            split_loader(trainer, pl_module, self.split),
+            islice(loader, trainer.fast_dev_run or None),
             self.positions[mine],
             loss=loss,
             metrics=metrics,

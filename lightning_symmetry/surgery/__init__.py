@@ -8,6 +8,7 @@ from lightning_symmetry.surgery.replace import (
     replace_modules,
     settings_for,
     tied_parameters,
+    uncompiled,
     why_not_callable,
 )
 from lightning_symmetry.surgery.report import ConversionReport, ReportRow
@@ -24,5 +25,6 @@ __all__ = [
     "replace_modules",
     "settings_for",
     "tied_parameters",
+    "uncompiled",
     "why_not_callable",
 ]

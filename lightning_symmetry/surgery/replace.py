@@ -22,6 +22,11 @@ def module_names(net: nn.Module) -> dict[nn.Module, list[str]]:
     return dict(names)
 
 
+def uncompiled(name: str) -> str:
+    """Return a dotted name without the prefix that ``torch.compile`` writes into it."""
+    return name.replace("_orig_mod.", "")
+
+
 def replace_modules(net: nn.Module, replacements: Mapping[str, nn.Module]) -> None:
     """Put each module in the place of the one called by its dotted name.
 

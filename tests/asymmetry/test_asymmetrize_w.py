@@ -458,3 +458,12 @@ def test_grouped_layout_of_filters_that_cannot_fit_says_so():
         ValueError, match=r"Layer 'features.0.0': .*rows need|features.1.conv.0.0': n_fix=1 of 1 inputs"
     ):
         asymmetrize(torchvision.models.mobilenet_v2(), n_fix=1, layout="filters")
+
+
+def test_a_compiled_network_has_the_constants_of_the_plain_one() -> None:
+    plain, compiled = MLP(8, (12, 12), 3), torch.compile(MLP(8, (12, 12), 3), backend="eager")
+    asymmetrize(plain, n_fix=3, kappa=1.0)
+    asymmetrize(compiled, n_fix=3, kappa=1.0)
+    theirs = {name.replace("_orig_mod.", ""): buffer for name, buffer in compiled.named_buffers()}
+    assert theirs.keys() == dict(plain.named_buffers()).keys()
+    assert all(buffer.equal(theirs[name]) for name, buffer in plain.named_buffers())

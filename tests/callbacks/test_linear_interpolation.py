@@ -231,7 +231,6 @@ def test_an_even_number_of_points_has_no_midpoint(tmp_path):
 MODES = {
     "accumulated": {"accumulate_grad_batches": 2},
     "barebones": {"barebones": True, "logger": None, "enable_checkpointing": None, "enable_model_summary": None},
-    "fast_dev_run": {"fast_dev_run": True},
     "bf16-mixed": {"precision": "bf16-mixed"},
     "clipped": {"gradient_clip_val": 0.1},
     "no validation": {"limit_val_batches": 0},
@@ -249,6 +248,18 @@ def test_modes_of_the_trainer(kwargs, build):
     interpolation = callback(split="val")
     trainer(interpolation, **kwargs).fit(module, datamodule=TinyData())
     assert_same(interpolation.result, by_hand(start, module.net, "val"))
+
+
+def test_fast_dev_run_evaluates_as_many_batches():
+    module = supervised()
+    start = frozen(module.net)
+    interpolation = callback(split="val")
+    trainer(interpolation, fast_dev_run=1).fit(module, datamodule=TinyData())
+    batches = list(loader("val"))[:1]
+    assert len(list(loader("val"))) > 1
+    expected = evaluate_path(start, module.net, batches, 5, loss=module.loss, progress=False)
+    assert interpolation.result.num_samples == expected.num_samples
+    torch.testing.assert_close(interpolation.result.loss, expected.loss)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)])
