@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_symmetry.asymmetry.fixed_linear import (
+from lightning_symmetry.asymmetry.constants import (
+    in_plain_eager_mode,
     with_constants,
     with_mask,
+    write_constants,
 )
 from lightning_symmetry.asymmetry.masks import check_counts, distinct_subsets, draw_constants, layer_generator
 from lightning_symmetry.surgery import HasConstants, ReparametrizedLayer
@@ -53,6 +55,7 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
     mask: Tensor
     fixed: Tensor
     _index: Tensor
+    _places: tuple[Tensor, Tensor, Tensor, Tensor]
     _own: tuple[Tensor, Tensor, Tensor]
 
     @classmethod
@@ -152,33 +155,41 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
             within = torch.arange(size, device=index.device)
             index = (index.unsqueeze(-1) * size + within).flatten(1)
         self._index = index
-        self._own = self.weight, self.mask, self.fixed
+        self._derive()
 
     def _apply(self, fn: Any, recurse: bool = True) -> AsymmetricLayer:
         super()._apply(fn, recurse)
         self._index = fn(self._index)
-        self._own = self.weight, self.mask, self.fixed
+        self._derive()
         return self
 
-    def _holds_its_own(self) -> bool:
-        """Whether weight and constants are the module's, not handed in by ``functional_call`` or stacked by ``vmap``.
+    def _derive(self) -> None:
+        """Note what the fast path needs: whose parameters these are, and the entries' numbers in the whole weight."""
+        rows = torch.arange(len(self._index), device=self._index.device).unsqueeze(1)
+        flat = self._index + rows * self.weight[0].numel()
+        self._places = flat, self._index, self.fixed, torch.zeros_like(self.fixed)
+        self._own = self.weight, self.mask, self.fixed
 
-        What was handed in is the caller's and is never written to.
-        """
-        weight, mask, fixed = self._own
-        return self.weight is weight and self.mask is mask and self.fixed is fixed
-
-    @torch.no_grad()
     def restore_constants(self) -> None:
         """Write the constants into ``weight``, where weight decay may have moved them.
 
         Autograd does not see this: between two calls only an optimizer step can have changed these entries.
         """
-        weight = self.weight.data
-        if weight.ndim == 2:
-            weight.scatter_(1, self._index, self.fixed)
-        else:
-            weight.copy_(with_constants(weight, self._index, self.fixed))
+        write_constants(self.weight.data, *self._places[:3])
+
+    def _may_write(self, input: Tensor) -> bool:
+        """Whether constants may be written into the weight, for an input in plain eager reverse mode.
+
+        What was handed in by ``functional_call`` or stacked by ``vmap`` is the caller's and is never written to.
+        """
+        weight, mask, fixed = self._own
+        parameters, buffers = self._parameters, self._buffers
+        return (
+            parameters["weight"] is weight
+            and buffers["mask"] is mask
+            and buffers["fixed"] is fixed
+            and in_plain_eager_mode(input, weight)
+        )
 
     def canonical_weight(self) -> Tensor:
         """Return ``W'``, differentiable in ``weight`` and constant at the fixed entries."""

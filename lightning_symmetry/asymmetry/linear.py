@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from lightning_symmetry.asymmetry.fixed_linear import FixedLinear, fast_path_applies
+from lightning_symmetry.asymmetry.constants import FixedLinear
 from lightning_symmetry.asymmetry.graph_linear import graph_linear
 from lightning_symmetry.asymmetry.layer import AsymmetricLayer, Layout
 
@@ -74,9 +74,9 @@ class AsymmetricLinear(AsymmetricLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(..., in_features)`` to ``(..., out_features)``."""
-        if self._holds_its_own() and fast_path_applies(self.weight, input):
+        if self._may_write(input):
             self.restore_constants()
-            return FixedLinear.apply(input, self.weight, self.bias, self._index, self.fixed)
+            return FixedLinear.apply(input, self.weight, self.bias, self._places)
         return F.linear(input, self.canonical_weight(), self.bias)
 
     def extra_repr(self) -> str:

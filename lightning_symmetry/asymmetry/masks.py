@@ -79,13 +79,13 @@ def _subsets(rows: int, units: int, n_fix: int, generator: torch.Generator) -> T
     chosen = torch.zeros(rows, units, dtype=torch.bool, device="cpu")
     steps = torch.arange(units - size, units, device="cpu")
     draws = torch.rand(size, rows, generator=generator, dtype=torch.float64, device="cpu")
-    columns = (draws.t() * (steps + 1)).long()
-    for column, step in zip(columns.split(1, dim=1), steps, strict=True):
-        taken = chosen.gather(1, column)
+    columns = (draws * (steps + 1).unsqueeze(1)).long()
+    for column, step in zip(columns, steps, strict=True):
+        taken = chosen.gather(1, column.unsqueeze(1)).squeeze(1)
         column.copy_(torch.where(taken, step, column))
-        chosen.scatter_(1, column, True)
+        chosen.scatter_(1, column.unsqueeze(1), True)
     if size == n_fix:
-        return columns.sort(dim=1).values
+        return columns.t().contiguous().sort(dim=1).values
     return chosen.logical_not_().nonzero()[:, 1].view(rows, n_fix)
 
 
