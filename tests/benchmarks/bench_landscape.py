@@ -16,9 +16,9 @@ from torch import nn
 from lightning_symmetry import MLP, ResNet20, asymmetrize, evaluate_path
 
 CASES = {
-    "MLP": (MLP, (10_000, 784), 500, 9),
-    "W-MLP": (lambda: asymmetrize(MLP(), preset="mlp"), (10_000, 784), 500, 9),
-    "ResNet20": (ResNet20, (512, 3, 32, 32), 256, 3),
+    "MLP": (MLP, (5_000, 784), 500, 9),
+    "W-MLP": (lambda: asymmetrize(MLP(), preset="mlp"), (5_000, 784), 500, 9),
+    "ResNet20": (ResNet20, (256, 3, 32, 32), 128, 2),
 }
 
 
