@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_symmetry.asymmetry.graph_linear import graph_linear
+from lightning_symmetry.surgery import call, evaluating
 
 ACTIVATIONS: tuple[type[nn.Module], ...] = (
     nn.CELU,
@@ -114,9 +113,8 @@ def watch(net: nn.Module, example_input: Any) -> Sightings:
     for name, module in net.named_modules():
         handles.append(module.register_forward_pre_hook(enter(name, module)))
         handles.append(module.register_forward_hook(leave(module), always_call=True))
-    devices = {parameter.device for parameter in net.parameters() if parameter.device.type == "cuda"}
     try:
-        with _evaluating(net), torch.no_grad(), torch.random.fork_rng(devices=devices), Watch():
+        with evaluating(net), Watch():
             call(net, example_input)
     finally:
         for handle in handles:
@@ -126,23 +124,3 @@ def watch(net: nn.Module, example_input: Any) -> Sightings:
 
 # Their activation is an attribute, replaced as such, or part of a fused operation.
 _OWN_ACTIVATION = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase, nn.RNNCellBase)
-
-
-def call(net: nn.Module, example_input: Any) -> Any:
-    """Call ``net`` with a tensor, a tuple of positional or a dictionary of named arguments."""
-    if isinstance(example_input, dict):
-        return net(**example_input)
-    if isinstance(example_input, tuple | list):
-        return net(*example_input)
-    return net(example_input)
-
-
-@contextmanager
-def _evaluating(net: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in net.modules()}
-    net.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -12,6 +12,7 @@ from lightning_symmetry.surgery.replace import (
     why_not_callable,
 )
 from lightning_symmetry.surgery.report import ConversionReport, ReportRow
+from lightning_symmetry.surgery.run import call, evaluating, example_of
 
 __all__ = [
     "CONSTANT_BUFFERS",
@@ -19,6 +20,9 @@ __all__ = [
     "HasConstants",
     "ReparametrizedLayer",
     "ReportRow",
+    "call",
+    "evaluating",
+    "example_of",
     "match_patterns",
     "module_names",
     "plain_copy",

@@ -1,0 +1,1 @@
+"""Find permutation symmetries of networks, and align networks by them."""

@@ -1,0 +1,49 @@
+"""Run a network on an example, leaving it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def call(net: nn.Module, example_input: Any) -> Any:
+    """Call ``net`` with a tensor, a tuple of positional or a dictionary of named arguments."""
+    if isinstance(example_input, Mapping):
+        return net(**example_input)
+    if isinstance(example_input, tuple | list):
+        return net(*example_input)
+    return net(example_input)
+
+
+def example_of(net: nn.Module, example_input: Any) -> Any:
+    """Return the example input, by default the network's ``example_input_array``.
+
+    Raises:
+        ValueError: If there is neither.
+    """
+    if example_input is None:
+        example_input = getattr(net, "example_input_array", None)
+    if example_input is None:
+        raise ValueError(
+            f"{type(net).__name__} has no `example_input_array`: give `example_input`, a tensor or a tuple or "
+            "dictionary of arguments that the network can be called with."
+        )
+    return example_input
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """Put a network into evaluation mode, without gradients; modes and random state are as before afterwards."""
+    modes = {module: module.training for module in net.modules()}
+    devices = {parameter.device for parameter in net.parameters() if parameter.device.type == "cuda"}
+    net.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
