@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_symmetry.surgery import CONSTANT_BUFFERS, HasConstants, plain_copy
+from lightning_symmetry.surgery import CONSTANT_BUFFERS, HasConstants, check_constants, constants_of, plain_copy
 
 State = Mapping[str, Tensor]
 
@@ -29,7 +29,7 @@ class Segment:
     """
 
     def __init__(self, a: nn.Module, b: nn.Module) -> None:
-        _check_constants(_constants(a), _constants(b), "a", "b")
+        check_constants(constants_of(a), constants_of(b))
         self.point = plain_copy(a, keep_affine=True)
         other = plain_copy(b, keep_affine=True)
         ends = _tensors(other)
@@ -68,7 +68,7 @@ def interpolate(a: nn.Module | State, b: nn.Module | State, alpha: float) -> Any
         raise TypeError(f"Expected two networks or two state dicts but got {type(a).__name__} and {type(b).__name__}.")
     _check_shapes(a, b)
     constant = {name for name in a if name.rpartition(".")[2] in CONSTANT_BUFFERS}
-    _check_constants({n: a[n] for n in constant}, {n: b[n] for n in constant}, "a", "b")
+    check_constants({n: a[n] for n in constant}, {n: b[n] for n in constant})
     return {name: _between(a[name], _end(a[name], b[name]), alpha) for name in a}
 
 
@@ -89,7 +89,7 @@ def parameter_distance(a: nn.Module, b: nn.Module, per_parameter: bool = True) -
 
     Source: The Empirical Impact of Neural Parameter Symmetries, or Lack Thereof (2024), App. A.
     """
-    _check_constants(_constants(a), _constants(b), "a", "b")
+    check_constants(constants_of(a), constants_of(b))
     left, right = plain_copy(a), plain_copy(b)
     ours, theirs = dict(left.named_parameters()), dict(right.named_parameters())
     _check_shapes(ours, theirs)
@@ -126,14 +126,6 @@ def _tensors(net: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _constants(net: nn.Module) -> dict[str, Tensor]:
-    constants = {}
-    for name, module in net.named_modules():
-        if isinstance(module, HasConstants):
-            constants.update({f"{name}.{key}".lstrip("."): value for key, value in module.constants().items()})
-    return constants
-
-
 def _check_shapes(a: State, b: State) -> None:
     for here, there, side, other in ((a, b, "a", "b"), (b, a, "b", "a")):
         if missing := [name for name in here if name not in there]:
@@ -146,20 +138,4 @@ def _check_shapes(a: State, b: State) -> None:
             raise ValueError(
                 f"The networks differ in architecture: {name} has shape {tuple(tensor.shape)} in a and "
                 f"{tuple(b[name].shape)} in b."
-            )
-
-
-def _check_constants(a: State, b: State, left: str, right: str) -> None:
-    for here, there, side, other in ((a, b, left, right), (b, a, right, left)):
-        if missing := [name for name in here if name not in there]:
-            raise ValueError(
-                f"The networks differ in their constants: {side} has {missing[0]} ({len(missing)} in all), "
-                f"{other} does not. Only one of them is asymmetric there."
-            )
-    for name, value in a.items():
-        if value.shape != b[name].shape or not torch.equal(value, b[name].to(value.device)):
-            kind = "masks" if name.endswith("mask") else "constants"
-            raise ValueError(
-                f"The networks have different {kind}: {name} of {left} and {name} of {right} differ. They must be "
-                "made asymmetric with the same seed, n_fix and kappa to be interpolated."
             )

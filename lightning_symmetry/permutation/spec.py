@@ -91,7 +91,7 @@ class PermutationSpec:
     fixed: tuple[str, ...]
     trace: Trace = field(repr=False)
     layouts: Layouts = field(repr=False)
-    _names: dict[Atom, str] = field(repr=False)
+    names: dict[Atom, str] = field(repr=False)
 
     @property
     def moved(self) -> list[str]:
@@ -140,16 +140,25 @@ class PermutationSpec:
         """
         self.check(permutations)
         check_shapes(self.shapes, {name: tensor.shape for name, tensor in state_dict.items()}, "the traced network")
-        chosen = {atom: permutations.get(name) for atom, name in self._names.items()}
-        found = {}
-        for name, tensor in state_dict.items():
-            moved = tensor.detach().clone()
-            for axis, term in enumerate(self.layouts[name]):
-                order = permutation_of(term, chosen.__getitem__)
-                if order is not None:
-                    moved = moved.index_select(axis, order.to(moved.device))
-            found[name] = moved
-        return found
+        return {name: self.permute(name, tensor.detach().clone(), permutations) for name, tensor in state_dict.items()}
+
+    def permute(self, name: str, tensor: Tensor, permutations: Permutations) -> Tensor:
+        """Return one tensor of the state dict in its new order; the tensor itself where nothing moves."""
+        for axis, term in enumerate(self.layouts[name]):
+            order = permutation_of(term, lambda atom: permutations.get(self.names[atom]))
+            if order is not None:
+                tensor = tensor.index_select(axis, order.to(tensor.device))
+        return tensor
+
+    def why_nothing(self) -> str:
+        """Return why there is no group at all."""
+        if self.fixed:
+            return (
+                f"Nothing can be permuted: the layers {', '.join(self.fixed[:3])} have fixed entries, constants that "
+                "belong to their places, so that no permutation of units gives the same function. Asymmetric networks "
+                "have no such symmetry to undo: interpolate them as they are."
+            )
+        return f"Nothing can be permuted: the network has no hidden units that are free to move.\n{self.report()}"
 
     def check(self, permutations: Permutations) -> None:
         """Check that permutations are some of these groups'.

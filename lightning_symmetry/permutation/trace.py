@@ -36,12 +36,14 @@ class Call:
         name: Its name.
         module: The innermost module that was running.
         axes: The axes of each tensor that came out.
+        flows: Whether that depends on the network's input.
         produced: Whether it made new units: a product with a weight, or a sum of two activations.
     """
 
     name: str
     module: str
     axes: list[list[Axis]]
+    flows: bool
     produced: bool
 
 
@@ -116,9 +118,7 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and follow the axes through it."""
         kwargs = kwargs or {}
-        name = func._schema.name.partition("::")[2]
-        in_place = name.endswith("_") and not name.endswith("__")
-        name = name[:-1] if in_place else name
+        name, in_place = operation(func)
         tensors = tensors_in((args, kwargs))
         if name in _READS_VALUES or (name == "index" and _has_boolean(args[1])):
             self._check_values(name, tensors)
@@ -126,6 +126,10 @@ class Tracer(TorchDispatchMode):
         if not (name in RULES or elementwise or in_place or name.startswith("_scaled_dot_product")) and tensors:
             out = self._decompose(func, args, kwargs)
             if out is not NotImplemented:
+                if self._depth == 0:
+                    made = tensors_in(out)
+                    flows = any(self._flows.get(tensor, False) for tensor in made)
+                    self.calls.append(Call(name, self.where, [self.axes_of(t) for t in made], flows, False))
                 return out
         if name == "as_strided" and _keeps_layout(*args):
             name, tensors = "alias", tensors[:1]
@@ -191,7 +195,7 @@ class Tracer(TorchDispatchMode):
         flowing = [tensor for tensor in tensors if self._flows.get(tensor, False)]
         produced = name in PRODUCTS or name.startswith("_scaled_dot_product") or (name == "add" and len(flowing) > 1)
         if self._depth == 0:
-            self.calls.append(Call(name, self.where, made, produced and bool(flowing)))
+            self.calls.append(Call(name, self.where, made, bool(flowing), produced and bool(flowing)))
         if not flowing:
             if name in RESHAPES and tensors[0] in self._source:
                 for output in outputs:
@@ -310,6 +314,13 @@ def tensors_in(value: Any) -> list[Tensor]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return tensors_in(vars(value))
     return tensors_in(value.to_dict()) if hasattr(value, "to_dict") else []
+
+
+def operation(func: Any) -> tuple[str, bool]:
+    """Return the name of an operation, and whether it works in place."""
+    name = func._schema.name.partition("::")[2]
+    in_place = name.endswith("_") and not name.endswith("__")
+    return (name[:-1] if in_place else name), in_place
 
 
 def _keeps_layout(x: Tensor, size: Sequence[int], strides: Sequence[int], offset: int | None = None) -> bool:

@@ -1,6 +1,12 @@
 """Shared tools: the contract of a reparametrised layer, finding and replacing layers, reports."""
 
-from lightning_symmetry.surgery.contract import CONSTANT_BUFFERS, HasConstants, ReparametrizedLayer
+from lightning_symmetry.surgery.contract import (
+    CONSTANT_BUFFERS,
+    HasConstants,
+    ReparametrizedLayer,
+    check_constants,
+    constants_of,
+)
 from lightning_symmetry.surgery.replace import (
     match_patterns,
     module_names,
@@ -21,6 +27,8 @@ __all__ = [
     "ReparametrizedLayer",
     "ReportRow",
     "call",
+    "check_constants",
+    "constants_of",
     "evaluating",
     "example_of",
     "match_patterns",

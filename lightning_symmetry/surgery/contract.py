@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 
@@ -48,3 +50,39 @@ class HasConstants(ABC):
     @abstractmethod
     def num_fixed(self) -> int:
         """Number of entries of the parameters that are constants."""
+
+
+def constants_of(net: nn.Module) -> dict[str, Tensor]:
+    """Return the constants of all layers by their full names."""
+    constants = {}
+    for name, module in net.named_modules():
+        if isinstance(module, HasConstants):
+            constants.update({f"{name}.{key}".lstrip("."): value for key, value in module.constants().items()})
+    return constants
+
+
+def check_constants(a: Mapping[str, Tensor], b: Mapping[str, Tensor], left: str = "a", right: str = "b") -> None:
+    """Check that two networks have the same constants.
+
+    Args:
+        a: Constants of one network by name.
+        b: Constants of the other.
+        left: What to call the first in errors.
+        right: What to call the second.
+
+    Raises:
+        ValueError: If they differ; the message names both sides.
+    """
+    for here, there, side, other in ((a, b, left, right), (b, a, right, left)):
+        if missing := [name for name in here if name not in there]:
+            raise ValueError(
+                f"The networks differ in their constants: {side} has {missing[0]} ({len(missing)} in all), "
+                f"{other} does not. Only one of them is asymmetric there."
+            )
+    for name, value in a.items():
+        if value.shape != b[name].shape or not torch.equal(value, b[name].to(value.device)):
+            kind = "masks" if name.endswith("mask") else "constants"
+            raise ValueError(
+                f"The networks have different {kind}: {name} of {left} and {name} of {right} differ. They must be "
+                "made asymmetric with the same seed, n_fix and kappa to be interpolated."
+            )

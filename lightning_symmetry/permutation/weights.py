@@ -1,0 +1,222 @@
+"""Weight matching: permute one network so that its weights are as close as possible to another's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from lightning_symmetry.permutation.assignment import best_assignment, best_blocks, top_groups, update
+from lightning_symmetry.permutation.spec import Group, PermutationSpec, Place, check_shapes
+
+_NOT_WEIGHTS = ("running_mean", "running_var")  # statistics of the data; their scale would outweigh the weights
+
+
+@dataclass(frozen=True)
+class Match:
+    """Permutations of a network that bring it close to another.
+
+    Attributes:
+        permutations: One for each group of the spec, to apply to the second network.
+        before: Similarity before.
+        after: Similarity after.
+        sweeps: How often all groups were gone through.
+    """
+
+    permutations: dict[str, Tensor]
+    before: float
+    after: float
+    sweeps: int = 1
+
+
+def match_weights(
+    a: nn.Module | Mapping[str, Tensor],
+    b: nn.Module | Mapping[str, Tensor],
+    spec: PermutationSpec,
+    *,
+    restarts: int = 1,
+    generator: torch.Generator | None = None,
+    max_sweeps: int = 100,
+    progress: bool = False,
+) -> Match:
+    r"""Find permutations P of ``b`` that bring its weights close to those of ``a``.
+
+    .. math:: \max_P \sum_t \langle \theta_a^{(t)}, (P \theta_b)^{(t)} \rangle
+
+    over all trainable tensors, which minimises :math:`\|\theta_a - P \theta_b\|`. Coordinate descent: given all other
+    permutations that of one group solves a linear assignment problem; blocks (attention heads) are assigned together
+    with the units within them. A step is only taken where it increases the similarity, so that the descent ends.
+
+    Args:
+        a: The network, or state dict, to come close to.
+        b: The one to permute; neither is changed.
+        spec: The symmetries, from :func:`trace_permutations` of either.
+        restarts: How often to descend; the best end counts. The first goes through the groups in the network's
+            order, the others in random orders.
+        generator: Source of the random orders.
+        max_sweeps: Most sweeps of a descent.
+        progress: Whether to show a progress bar over the restarts.
+
+    Raises:
+        ValueError: If the networks are not of the spec's architecture, or nothing can be permuted.
+
+    Source: Ainsworth, Hayase, Srinivasa: Git Re-Basin (2023), section 3.2.
+    """
+    theirs, ours = _state(a), _state(b)
+    for state in (theirs, ours):
+        check_shapes(spec.shapes, {name: tensor.shape for name, tensor in state.items()}, "the traced network")
+    if restarts < 1:
+        raise ValueError(f"Expected at least 1 of `restarts` but got {restarts}.")
+    if not spec.groups:
+        raise ValueError(spec.why_nothing())
+    best: Match | None = None
+    for restart in tqdm(range(restarts), desc="weight matching", disable=not progress, leave=False):
+        found = _Descent(theirs, ours, spec).run(generator if restart else None, restart > 0, max_sweeps)
+        if best is None or found.after > best.after:
+            best = found
+    return best
+
+
+def _state(net: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    state = net.state_dict() if isinstance(net, nn.Module) else net
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
+class _Descent:
+    """One coordinate descent.
+
+    ``self.b`` holds the second network's tensors as they are permuted so far.
+    """
+
+    def __init__(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PermutationSpec) -> None:
+        self.spec = spec
+        names = [name for name in spec.moved if not name.endswith(_NOT_WEIGHTS)]
+        dtype = torch.promote_types(torch.float32, max((a[n].dtype for n in names), key=lambda t: t.itemsize))
+        self.a = {name: a[name].to(dtype) for name in names}
+        self.b = {name: b[name].to(a[name].device, dtype) for name in names}
+        self.permutations = spec.identity()
+        self.rows: dict[tuple[str, int], Tensor] = {}
+        self.places = {
+            name: [place for place in group.places if place.tensor in self.a] for name, group in spec.groups.items()
+        }
+        sizes = {name: float(self.a[name].norm() * self.b[name].norm()) for name in names}
+        self.scale = {
+            name: sum(sizes[tensor] for tensor in {place.tensor for place in self._all_places(group)})
+            for name, group in spec.groups.items()
+        }
+        self.twice = {
+            name: [t for t in {p.tensor for p in places} if sum(p.tensor == t for p in places) > 1]
+            for name, places in self.places.items()
+        }
+
+    def similarity(self, names: list[str] | None = None) -> float:
+        """Return the inner product of the two networks' tensors."""
+        chosen = self.a if names is None else names
+        return sum(float((self.a[name] * self.b[name]).sum(dtype=torch.float64)) for name in chosen)
+
+    def run(self, generator: torch.Generator | None, shuffle: bool, max_sweeps: int) -> Match:
+        """Descend until no group can be improved."""
+        before = self.similarity()
+        groups = [group for group in top_groups(self.spec) if self._all_places(group)]
+        sweeps = 0
+        stale = 0  # groups in a row that stayed as they are
+        while sweeps < max_sweeps and stale < len(groups):
+            sweeps += 1
+            order = torch.randperm(len(groups), generator=generator).tolist() if shuffle else range(len(groups))
+            for number in order:
+                stale = 0 if self._improve(groups[number]) else stale + 1
+                if stale >= len(groups) and not shuffle:
+                    break
+        return Match(self.permutations, before, self.similarity(), sweeps)
+
+    def _all_places(self, group: Group) -> list[Place]:
+        inside = [name for kind in self.spec.blocks.get(group.name, ()) for name in kind]
+        return [place for name in (group.name, *inside) for place in self.places[name]]
+
+    def _improve(self, group: Group) -> bool:
+        kinds = self.spec.blocks.get(group.name, ())
+        if kinds:
+            inside = {slot: self._gain_inside(names) for slot, names in enumerate(kinds)}
+            outer, inner, gained = best_blocks(self._gain_of_blocks(group, kinds), inside)
+        else:
+            outer, gained = best_assignment(self._gain(group))
+            inner = {}
+        scale = sum(
+            float(self.a[place.tensor].norm() * self.b[place.tensor].norm()) for place in self.places[group.name]
+        )
+        if gained <= 1e-6 * max(scale, 1e-30):
+            return False
+        return self._take(group, outer, inner)
+
+    def _take(self, group: Group, outer: Tensor, inner: Mapping[int, Tensor]) -> bool:
+        """Permute the tensors; undo it where a group that acts twice on a tensor did not gain after all."""
+        step = {group.name: outer}
+        for slot, table in inner.items():
+            step.update(zip(self.spec.blocks[group.name][slot], table, strict=True))
+        touched = list(dict.fromkeys(place.tensor for place in self._all_places(group)))
+        new = {name: self.spec.permute(name, self.b[name], step) for name in touched}
+        if self.twice[group.name] or inner:
+            old = self.similarity(touched)
+            previous = {name: self.b[name] for name in touched}
+            self.b.update(new)
+            if self.similarity(touched) <= old:
+                self.b.update(previous)
+                return False
+        self.b.update(new)
+        self.permutations = update(self.spec, self.permutations, group, outer, inner)
+        return True
+
+    def _gain(self, group: Group) -> Tensor:
+        """Return the similarity of each unit of ``a`` with each of ``b``."""
+        total: Tensor | None = None
+        for number, place in enumerate(self.places[group.name]):
+            ours = self._rows_of_a(group.name, number, place)
+            product = ours @ rows(self.b[place.tensor], place).T
+            total = product if total is None else total.add_(product)
+        return total
+
+    def _rows_of_a(self, name: str, number: int, place: Place) -> Tensor:
+        key = name, number
+        if key not in self.rows:
+            self.rows[key] = rows(self.a[place.tensor], place)
+        return self.rows[key]
+
+    def _gain_inside(self, names: tuple[str, ...]) -> Tensor:
+        """Return the similarity of all units of one slot in all blocks, of shape ``(n, d, n, d)``."""
+        count, size = len(names), self.spec.groups[names[0]].size
+        total = 0
+        for number in range(len(self.places[names[0]])):
+            joint = [self.places[name][number] for name in names]
+            place = Place(joint[0].tensor, joint[0].axis, torch.cat([p.index for p in joint]))
+            total = total + rows(self.a[place.tensor], place) @ rows(self.b[place.tensor], place).T
+        if isinstance(total, int):
+            total = torch.zeros(count * size, count * size)
+        return total.view(count, size, count, size)
+
+    def _gain_of_blocks(self, group: Group, kinds: tuple[tuple[str, ...], ...]) -> Tensor:
+        """Return the similarity of blocks over the positions that are not permuted within them."""
+        taken: dict[tuple[str, int], set[int]] = {}
+        for name in (name for kind in kinds for name in kind):
+            for place in self.places[name]:
+                taken.setdefault((place.tensor, place.axis), set()).update(place.index.flatten().tolist())
+        total = torch.zeros(group.size, group.size)
+        for place in self.places[group.name]:
+            covered = taken.get((place.tensor, place.axis), set())
+            kept = [k for k in range(place.index.shape[1]) if int(place.index[0, k]) not in covered]
+            if kept:
+                rest = Place(place.tensor, place.axis, place.index[:, kept])
+                total = total + (rows(self.a[place.tensor], rest) @ rows(self.b[place.tensor], rest).T).cpu()
+        return total
+
+
+def rows(tensor: Tensor, place: Place) -> Tensor:
+    """Return the entries that belong to each unit, of shape ``(units, entries)``."""
+    moved = tensor.movedim(place.axis, 0)
+    index = place.index
+    whole = index.shape[1] == 1 and len(index) == len(moved)
+    if not (whole and bool((index[:, 0] == torch.arange(len(index))).all())):
+        moved = moved[index.flatten().to(tensor.device)]
+    return moved.reshape(len(index), -1)
