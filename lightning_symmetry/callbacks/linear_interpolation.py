@@ -27,7 +27,7 @@ from lightning_symmetry.callbacks.evaluation import (
     split_loader,
 )
 from lightning_symmetry.landscape import PathResult, Segment, parameter_distance
-from lightning_symmetry.landscape.path import path_values
+from lightning_symmetry.landscape.path import BatchNorm, path_values
 from lightning_symmetry.landscape.result import as_positions
 from lightning_symmetry.modules import SupervisedModule
 from lightning_symmetry.surgery import plain_copy
@@ -56,7 +56,9 @@ class LinearInterpolation(Callback):
         num_points: Number of positions, uniform from 0 to 1. An odd number has a midpoint.
         split: Data on which the path is evaluated: ``"train"`` (without augmentation where the datamodule has
             ``eval_dataloader``), ``"val"`` or ``"test"``.
-        batch_norm: ``"keep"`` interpolates running statistics, ``"recompute"`` takes them anew over the training split.
+        batch_norm: ``"keep"`` interpolates running statistics, ``"recompute"`` takes them anew over the training split,
+            ``"repair"`` also renormalises the units of hidden layers:
+            :func:`~lightning_symmetry.landscape.repair`. Each rank takes the statistics that its positions need.
         metrics: torchmetrics by name; default: those of a ``SupervisedModule``.
         name: Prefix of what is logged; several callbacks in one Trainer need different names.
         progress: Whether to show a progress bar.
@@ -83,7 +85,7 @@ class LinearInterpolation(Callback):
         reference: Literal["init"] | nn.Module | str | Path = "init",
         num_points: int = 25,
         split: Split = "test",
-        batch_norm: Literal["keep", "recompute"] = "keep",
+        batch_norm: BatchNorm = "keep",
         metrics: Mapping[str, Metric] | None = None,
         name: str = "interpolation",
         progress: bool = True,
@@ -91,9 +93,9 @@ class LinearInterpolation(Callback):
         super().__init__()
         if split not in ("train", "val", "test"):
             raise MisconfigurationException(f"Expected `split` to be 'train', 'val' or 'test' but got {split!r}.")
-        if batch_norm not in ("keep", "recompute"):
+        if batch_norm not in ("keep", "recompute", "repair"):
             raise MisconfigurationException(
-                f"Expected `batch_norm` to be 'keep' or 'recompute' but got {batch_norm!r}."
+                f"Expected `batch_norm` to be 'keep', 'recompute' or 'repair' but got {batch_norm!r}."
             )
         self.positions = as_positions(num_points)
         self.reference, self.split, self.batch_norm = reference, split, batch_norm
@@ -168,7 +170,7 @@ class LinearInterpolation(Callback):
         if metrics is None and isinstance(trained, SupervisedModule):
             metrics = dict(trained.metrics[f"{self.split}_metrics"].items(keep_base=True, copy_state=False))
         loader = split_loader(trainer, pl_module, self.split)
-        train_loader = split_loader(trainer, pl_module, "train") if self.batch_norm == "recompute" else None
+        train_loader = split_loader(trainer, pl_module, "train") if self.batch_norm != "keep" else None
 
         def transfer(item: tuple[Any, int, int]) -> tuple[Any, int, int]:
             batch, batch_idx, dataloader_idx = item

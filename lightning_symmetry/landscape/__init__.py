@@ -8,9 +8,11 @@ from lightning_symmetry.landscape.measures import (
     max_increase,
     midpoint_barrier,
 )
-from lightning_symmetry.landscape.path import evaluate_path, graph_step, supervised_step
+from lightning_symmetry.landscape.path import evaluate_path
+from lightning_symmetry.landscape.repair import repair
 from lightning_symmetry.landscape.result import PathResult
 from lightning_symmetry.landscape.segment import Segment, interpolate, parameter_distance
+from lightning_symmetry.landscape.steps import graph_step, supervised_step
 
 __all__ = [
     "PathResult",
@@ -25,5 +27,6 @@ __all__ = [
     "max_increase",
     "midpoint_barrier",
     "parameter_distance",
+    "repair",
     "supervised_step",
 ]

@@ -2,50 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import Metric
 from tqdm.auto import tqdm
 
 from lightning_symmetry.landscape.batch_norm import BatchNormStatistics
+from lightning_symmetry.landscape.batches import BatchGroups, to_device
+from lightning_symmetry.landscape.repair import Repairs
 from lightning_symmetry.landscape.result import PathResult, as_positions
 from lightning_symmetry.landscape.segment import Segment
+from lightning_symmetry.landscape.steps import Step, cross_entropy_per_sample, supervised_step
 
-Step = Callable[[nn.Module, Any], tuple[Tensor, Any]]
-_HELD_BYTES = 256 * 2**20  # batches kept at a time, so that parameters are interpolated once for many of them
-
-
-def supervised_step(net: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return output and target of an ``(input, target)`` batch.
-
-    Raises:
-        TypeError: If the batch is something else.
-    """
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise TypeError(
-            f"Expected batches (input, target) but got {type(batch).__name__}; say with `step` how the network is "
-            "called: step(net, batch) -> (output, target)."
-        )
-    return net(batch[0]), batch[1]
-
-
-def graph_step(mask: str) -> Step:
-    """Return a step for one transductive graph, whose nodes are selected by ``mask`` (e.g. ``"test_mask"``)."""
-
-    def step(net: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        return net(batch.x, batch.edge_index)[batch[mask]], batch.y[batch[mask]]
-
-    return step
-
-
-def cross_entropy_per_sample(output: Tensor, target: Tensor) -> Tensor:
-    """Return the cross entropy of each sample."""
-    return F.cross_entropy(output, target, reduction="none")
+BatchNorm = Literal["keep", "recompute", "repair"]
 
 
 def evaluate_path(
@@ -56,7 +29,7 @@ def evaluate_path(
     *,
     loss: Callable[[Any, Any], Tensor] | None = cross_entropy_per_sample,
     metrics: Mapping[str, Metric] | None = None,
-    batch_norm: Literal["keep", "recompute"] = "keep",
+    batch_norm: BatchNorm = "keep",
     train_loader: Iterable[Any] | None = None,
     step: Step = supervised_step,
     transfer: Callable[[Any], Any] | None = None,
@@ -78,8 +51,11 @@ def evaluate_path(
         metrics: torchmetrics by name, updated with ``(output, target)``, each of which computes one number. They are
             not changed.
         batch_norm: ``"keep"`` interpolates the running statistics with the parameters; ``"recompute"`` takes them
-            anew at each position over ``train_loader`` (REPAIR's reset).
-        train_loader: Batches for ``"recompute"``, without augmentation best.
+            anew at each position over ``train_loader`` (REPAIR's reset); ``"repair"`` also brings the units of hidden
+            layers to interpolated means and standard deviations, at all positions but 0 and 1, whose networks stay as
+            they are: :func:`~lightning_symmetry.landscape.repair`, which does without batch normalisation too.
+        train_loader: Batches for ``"recompute"`` and ``"repair"``, without augmentation best. ``"repair"`` passes over
+            them three times and once for each layer that it corrects; up to 256 MiB are loaded once.
         step: ``step(net, batch) -> (output, target)``. Default: batches are ``(input, target)``.
         transfer: Applied to each batch once; default: to the device of ``a``.
         progress: Whether to show a progress bar.
@@ -89,7 +65,7 @@ def evaluate_path(
 
     Raises:
         ValueError: If the networks cannot be interpolated, there is no data, a metric is no single number, or
-            ``"recompute"`` has no ``train_loader`` or nothing to recompute.
+            ``"recompute"`` or ``"repair"`` has no ``train_loader`` or nothing to correct.
 
     Source: The Empirical Impact of Neural Parameter Symmetries, or Lack Thereof (2024), sections 5.1 and 5.4.
     """
@@ -119,7 +95,7 @@ def path_values(
     *,
     loss: Callable[[Any, Any], Tensor] | None,
     metrics: Mapping[str, Metric] | None,
-    batch_norm: Literal["keep", "recompute"],
+    batch_norm: BatchNorm,
     train_loader: Iterable[Any] | None,
     step: Step,
     transfer: Callable[[Any], Any] | None,
@@ -134,26 +110,20 @@ def path_values(
     segment = Segment(a, b)
     net = segment.point.eval()
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
-    transfer = transfer or (lambda batch: _to_device(batch, device))
+    transfer = transfer or (lambda batch: to_device(batch, device))
     totals = torch.zeros(len(positions), dtype=torch.float64)
     counts = [0] * len(positions)
     if loss is None and metrics:
         raise ValueError("With loss=None `step` returns no output: metrics cannot be updated.")
     meters = [{name: _meter(metric).to(device) for name, metric in (metrics or {}).items()} for _ in positions]
     with torch.random.fork_rng(devices=[]):
-        statistics, recomputed = None, None
-        if batch_norm == "recompute":
-            statistics = BatchNormStatistics(net)
-            recomputed = _recompute(segment, positions, statistics, train_loader, transfer, step, progress)
-        elif batch_norm != "keep":
-            raise ValueError(f"Expected `batch_norm` to be 'keep' or 'recompute' but got {batch_norm!r}.")
+        correct = _correction(segment, positions, batch_norm, train_loader, transfer, step, progress)
         with tqdm(total=len(positions), desc="path", disable=not progress, leave=False) as bar:
-            for batches in _groups(dataloader, transfer):
+            for batches in BatchGroups(dataloader, transfer):
                 bar.reset(len(positions))
                 for i, alpha in enumerate(positions.tolist()):
                     segment.move_to(alpha)
-                    if recomputed is not None:
-                        statistics.load(recomputed[i])
+                    correct(i)
                     for batch in batches:
                         first, second = step(net, batch)
                         value, count = _loss_sum(loss, first, second)
@@ -196,63 +166,33 @@ def _loss_sum(loss: Callable[[Any, Any], Tensor] | None, first: Any, second: Any
     return value.cpu().double().mean() * count, count
 
 
-def _recompute(
+def _correction(
     segment: Segment,
     positions: Tensor,
-    statistics: BatchNormStatistics,
+    batch_norm: BatchNorm,
     train_loader: Iterable[Any] | None,
     transfer: Callable[[Any], Any],
     step: Step,
     progress: bool,
-) -> list[list[Tensor]]:
-    """Take batch-norm statistics anew at each position, loading each training batch once."""
-    if not statistics.layers:
+) -> Callable[[int], None]:
+    """Return what corrects the network of the segment once it has been moved to the position of an index."""
+    if batch_norm not in ("keep", "recompute", "repair"):
+        raise ValueError(f"Expected `batch_norm` to be 'keep', 'recompute' or 'repair' but got {batch_norm!r}.")
+    if batch_norm == "keep":
+        return lambda index: None
+    net, alphas = segment.point, positions.tolist()
+    statistics = BatchNormStatistics(net)
+    if batch_norm == "recompute" and not statistics.layers:
         raise ValueError("batch_norm='recompute', but the network has no batch normalisation with running statistics.")
     if train_loader is None:
-        raise ValueError("batch_norm='recompute' needs `train_loader`, the batches to take the statistics from.")
-    states: list[Any] = [None] * len(positions)
-    for batches in tqdm(_groups(train_loader, transfer), desc="batch norm", disable=not progress, leave=False):
-        for i, alpha in enumerate(positions.tolist()):
-            net = segment.move_to(alpha)
-            states[i] = statistics.update(states[i], batches, lambda batch, net=net: step(net, batch))
-    if states[0] is None:
-        raise ValueError("`train_loader` gave no batches to take batch-norm statistics from.")
-    return states
-
-
-def _groups(loader: Iterable[Any], transfer: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """Gather batches up to a limit of memory."""
-    group: list[Any] = []
-    held = 0
-    for batch in loader:
-        group.append(transfer(batch))
-        held += _num_bytes(group[-1])
-        if held > _HELD_BYTES:
-            yield group
-            group, held = [], 0
-    if group:
-        yield group
-
-
-def _num_bytes(batch: Any) -> int:
-    if hasattr(batch, "nbytes"):  # a tensor or an array
-        return batch.nbytes
-    if isinstance(batch, Mapping):
-        return sum(map(_num_bytes, batch.values()))
-    if isinstance(batch, tuple | list):
-        return sum(map(_num_bytes, batch))
-    if hasattr(batch, "to_dict"):  # a torch-geometric graph
-        return _num_bytes(batch.to_dict())
-    return _num_bytes(vars(batch)) if is_dataclass(batch) else 0
-
-
-def _to_device(batch: Any, device: torch.device) -> Any:
-    if hasattr(batch, "to"):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: _to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_to_device(value, device) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(_to_device(value, device) for value in batch)
-    return batch
+        raise ValueError(f"batch_norm={batch_norm!r} needs `train_loader`, the batches to take the statistics from.")
+    groups = BatchGroups(train_loader, transfer, "train_loader")
+    if batch_norm == "recompute":
+        shown = tqdm(groups, desc="batch norm", disable=not progress, leave=False)
+        states = statistics.recompute(len(alphas), lambda i: segment.move_to(alphas[i]), shown, partial(step, net))
+        return lambda index: statistics.load(states[index])
+    between = [index for index, alpha in enumerate(alphas) if alpha not in (0, 1)]
+    repairs = Repairs(net, [alphas[index] for index in between], lambda i: segment.move_to(alphas[between[i]]))
+    if between:
+        repairs.find(groups, step, segment.move_to, progress)
+    return lambda index: repairs.apply(between.index(index)) if index in between else None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_modules import CLASSES, Plain, assert_same, by_hand, loader, mlp, supervised
+from tiny_modules import CLASSES, Plain, assert_same, by_hand, deep_mlp, loader, mlp, supervised
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_symmetry import PathResult
@@ -19,7 +19,7 @@ import sys
 
 import torch
 from lightning.pytorch import seed_everything
-from tiny_modules import Plain, TinyData, frozen, mlp, supervised, trainer
+from tiny_modules import Plain, TinyData, deep_mlp, frozen, mlp, supervised, trainer
 
 from lightning_symmetry import LinearInterpolation
 from lightning_symmetry.landscape import Segment
@@ -64,6 +64,7 @@ seed_everything(1, verbose=False)
 fit("supervised", supervised(mlp()), split="test")
 fit("shuffled", Plain(mlp()), split="train")
 fit("few", supervised(mlp()), split="val", num_points=2)
+fit("repaired", supervised(deep_mlp()), split="val", batch_norm="repair")
 """
 
 
@@ -100,6 +101,16 @@ def test_processes_agree_with_one(runs, name, build, split):
         assert rank["num_samples"] == len(loader(split).dataset)
         if rank["accuracy"] is not None:
             torch.testing.assert_close(rank["accuracy"], expected.metrics["accuracy"], rtol=1e-6, atol=1e-6)
+
+
+def test_processes_repair_as_one_does(runs):
+    ranks = [torch.load(runs / f"repaired_{rank}.pt") for rank in range(3)]
+    start, end = deep_mlp(), deep_mlp()
+    start.load_state_dict(ranks[0]["start"])
+    end.load_state_dict(ranks[0]["end"])
+    expected = by_hand(start, end, "val", batch_norm="repair", train_loader=loader("train"))
+    for rank in ranks:
+        assert_same(PathResult(rank["alphas"], rank["loss"], {}, rank["num_samples"]), expected)
 
 
 @pytest.mark.parametrize(("name", "shares"), [("supervised", [[0, 0.75], [0.25, 1], [0.5]]), ("few", [[0], [1], []])])

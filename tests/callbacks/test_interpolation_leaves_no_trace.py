@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_modules import AugmentedData, Plain, TinyData, assert_same, bn_net, by_hand, frozen, mlp, supervised, trainer
+from tiny_modules import (
+    AugmentedData,
+    Plain,
+    TinyData,
+    assert_same,
+    bn_net,
+    by_hand,
+    deep_mlp,
+    frozen,
+    mlp,
+    supervised,
+    trainer,
+)
 
 from lightning_symmetry import LinearInterpolation, asymmetrize
 
@@ -80,10 +92,11 @@ def test_nothing_is_changed(build, split):
     assert_equal(*states)  # as without the callback, to the last bit
 
 
-def test_nothing_is_changed_by_recomputed_batch_norm():
+@pytest.mark.parametrize(("batch_norm", "build"), [("recompute", bn_net), ("repair", bn_net), ("repair", deep_mlp)])
+def test_nothing_is_changed_by_statistics_of_the_training_data(batch_norm, build):
     before, after = Snapshot(), Snapshot()
-    module = supervised(bn_net())
-    trainer(before, callback(batch_norm="recompute", split="val"), after).fit(module, datamodule=TinyData())
+    module = supervised(build())
+    trainer(before, callback(batch_norm=batch_norm, split="val"), after).fit(module, datamodule=TinyData())
     assert_equal(before.state, after.state)
 
 

@@ -24,6 +24,7 @@ from tiny_modules import (
     assert_same,
     bn_net,
     by_hand,
+    deep_mlp,
     frozen,
     loader,
     mlp,
@@ -128,6 +129,20 @@ def test_recomputed_batch_norm():
     assert_same(interpolation.result, recomputed)
     kept = by_hand(start, module.net, "test")
     assert (recomputed.loss - kept.loss).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("build", [deep_mlp, bn_net], ids=["mlp", "batch norm"])
+@pytest.mark.parametrize("wrap", [supervised, Plain], ids=["supervised", "any module"])
+def test_repaired_units(wrap, build):
+    module = wrap(build())
+    other = build(seed=8)
+    interpolation = callback(batch_norm="repair", reference=other)
+    trainer(interpolation).fit(module, datamodule=TinyData())
+    repaired = by_hand(other, module.net, "test", batch_norm="repair", train_loader=loader("train"))
+    assert_same(interpolation.result, repaired)
+    kept = by_hand(other, module.net, "test")
+    assert (repaired.loss - kept.loss)[1:-1].abs().min() > 1e-3
+    assert repaired.loss[[0, -1]].tolist() == kept.loss[[0, -1]].tolist()
 
 
 def test_own_metrics_replace_the_modules():
@@ -374,7 +389,7 @@ def test_synchronised_batch_norm_becomes_ordinary_in_copies():
 def test_arguments_are_checked():
     with pytest.raises(MisconfigurationException, match="`split` to be 'train', 'val' or 'test' but got 'valid'"):
         LinearInterpolation(split="valid")
-    with pytest.raises(MisconfigurationException, match="`batch_norm` to be 'keep' or 'recompute' but got 'reset'"):
+    with pytest.raises(MisconfigurationException, match="'keep', 'recompute' or 'repair' but got 'reset'"):
         LinearInterpolation(batch_norm="reset")
     with pytest.raises(ValueError, match="at least 2 points"):
         LinearInterpolation(num_points=1)

@@ -15,7 +15,8 @@ from torch_geometric.data import Data
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lightning_symmetry import GNN, MLP, asymmetrize, evaluate_path
-from lightning_symmetry.landscape import graph_step, path
+from lightning_symmetry.landscape import batches as loading
+from lightning_symmetry.landscape import graph_step
 from lightning_symmetry.landscape.path import path_values, supervised_step
 from lightning_symmetry.landscape.result import as_positions
 
@@ -164,7 +165,7 @@ def test_each_batch_is_loaded_once(monkeypatch, limit, batch_norm):
     a, b = pair(bn_net)
     train = list(loader(6))[:3]
     expected = evaluate_path(a, b, loader(), 5, batch_norm=batch_norm, train_loader=train, progress=False)
-    monkeypatch.setattr(path, "_HELD_BYTES", limit)
+    monkeypatch.setattr(loading, "HELD_BYTES", limit)
     tests, trains = Counted(loader()), Counted(train)
     result = evaluate_path(a, b, tests, 5, batch_norm=batch_norm, train_loader=trains, progress=False)
     assert tests.loaded == [1, 1, 1]
@@ -181,9 +182,9 @@ def test_batches_are_gathered_up_to_the_limit_of_memory(monkeypatch):
         "graph": Data(x=torch.zeros(2)),
         "dataclass": Columns(torch.zeros(1), torch.zeros(1)),
     }
-    monkeypatch.setattr(path, "_HELD_BYTES", 8)
+    monkeypatch.setattr(loading, "HELD_BYTES", 8)
     for name, batch in pairs.items():
-        groups = list(path._groups([batch] * 5, lambda item: item))
+        groups = list(loading.BatchGroups([batch] * 5, lambda item: item))
         assert [len(group) for group in groups] == [2, 2, 1], name
 
 
@@ -374,7 +375,7 @@ def test_recompute_needs_data_and_batch_norm():
 
 def test_other_errors():
     a, b = pair(mlp)
-    with pytest.raises(ValueError, match="'keep' or 'recompute' but got 'reset'"):
+    with pytest.raises(ValueError, match="'keep', 'recompute' or 'repair' but got 'reset'"):
         evaluate_path(a, b, loader(), 3, batch_norm="reset", progress=False)
     with pytest.raises(ValueError, match="at least 2 points but got 1"):
         evaluate_path(a, b, loader(), 1, progress=False)
