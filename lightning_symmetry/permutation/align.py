@@ -69,7 +69,7 @@ def align(
     dataloader: Iterable[Any] | None = None,
     inputs: Inputs = first_of_batch,
     num_batches: int | None = None,
-    restarts: int = 1,
+    restarts: int | None = None,
     generator: torch.Generator | None = None,
     spec: PermutationSpec | None = None,
     progress: bool = False,
@@ -85,7 +85,7 @@ def align(
         dataloader: Batches, which activations are matched on.
         inputs: What the network is called with for a batch.
         num_batches: Most batches to match activations on; default all.
-        restarts: Descents of weight matching, the best of which counts.
+        restarts: Descents of weight matching, the best of which counts; see :func:`match_weights`.
         generator: Source of their random orders.
         spec: The symmetries, if they are known already.
         progress: Whether to show a progress bar.

@@ -37,7 +37,7 @@ def match_weights(
     b: nn.Module | Mapping[str, Tensor],
     spec: PermutationSpec,
     *,
-    restarts: int = 1,
+    restarts: int | None = None,
     generator: torch.Generator | None = None,
     max_sweeps: int = 100,
     progress: bool = False,
@@ -54,9 +54,9 @@ def match_weights(
         a: The network, or state dict, to come close to.
         b: The one to permute; neither is changed.
         spec: The symmetries, from :func:`trace_permutations` of either.
-        restarts: How often to descend; the best end counts. The first goes through the groups in the network's
-            order, the others in random orders.
-        generator: Source of the random orders.
+        restarts: How often to descend; the best end counts. The first goes through the groups to and fro, the others
+            in random orders. Default: from 8 for small networks to 1 for those with a thousand units a layer.
+        generator: Source of the random orders; by default they are the same every time.
         max_sweeps: Most sweeps of a descent.
         progress: Whether to show a progress bar over the restarts.
 
@@ -68,16 +68,24 @@ def match_weights(
     theirs, ours = _state(a), _state(b)
     for state in (theirs, ours):
         check_shapes(spec.shapes, {name: tensor.shape for name, tensor in state.items()}, "the traced network")
-    if restarts < 1:
-        raise ValueError(f"Expected at least 1 of `restarts` but got {restarts}.")
     if not spec.groups:
         raise ValueError(spec.why_nothing())
+    restarts = _affordable_restarts(spec) if restarts is None else restarts
+    if restarts < 1:
+        raise ValueError(f"Expected at least 1 of `restarts` but got {restarts}.")
+    generator = generator or torch.Generator().manual_seed(0)
     best: Match | None = None
     for restart in tqdm(range(restarts), desc="weight matching", disable=not progress, leave=False):
-        found = _Descent(theirs, ours, spec).run(generator if restart else None, restart > 0, max_sweeps)
+        found = _Descent(theirs, ours, spec).run(generator if restart else None, max_sweeps)
         if best is None or found.after > best.after:
             best = found
     return best
+
+
+def _affordable_restarts(spec: PermutationSpec) -> int:
+    """Return how many descents are done in about a second, from 1 to 8; it depends on the sizes alone."""
+    work = sum(group.size**3 for group in top_groups(spec))  # of the assignments
+    return max(1, min(8, int(1e9 / max(work, 1))))
 
 
 def _state(net: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,7 +106,7 @@ class _Descent:
         self.a = {name: a[name].to(dtype) for name in names}
         self.b = {name: b[name].to(a[name].device, dtype) for name in names}
         self.permutations = spec.identity()
-        self.rows: dict[tuple[str, int], Tensor] = {}
+        self.rows: dict[str, Tensor] = {}
         self.places = {
             name: [place for place in group.places if place.tensor in self.a] for name, group in spec.groups.items()
         }
@@ -117,19 +125,25 @@ class _Descent:
         chosen = self.a if names is None else names
         return sum(float((self.a[name] * self.b[name]).sum(dtype=torch.float64)) for name in chosen)
 
-    def run(self, generator: torch.Generator | None, shuffle: bool, max_sweeps: int) -> Match:
-        """Descend until no group can be improved."""
+    def run(self, generator: torch.Generator | None, max_sweeps: int) -> Match:
+        """Descend until no group can be improved, through the groups to and fro, or in random orders."""
         before = self.similarity()
         groups = [group for group in top_groups(self.spec) if self._all_places(group)]
+        touched = [{place.tensor for place in self._all_places(group)} for group in groups]
+        open_ = [True] * len(groups)  # groups whose surroundings have changed since they were last assigned
         sweeps = 0
-        stale = 0  # groups in a row that stayed as they are
-        while sweeps < max_sweeps and stale < len(groups):
+        while any(open_) and sweeps < max_sweeps:
             sweeps += 1
-            order = torch.randperm(len(groups), generator=generator).tolist() if shuffle else range(len(groups))
+            order = range(len(groups)) if sweeps % 2 else reversed(range(len(groups)))
+            if generator is not None:
+                order = torch.randperm(len(groups), generator=generator).tolist()
             for number in order:
-                stale = 0 if self._improve(groups[number]) else stale + 1
-                if stale >= len(groups) and not shuffle:
-                    break
+                if open_[number]:
+                    open_[number] = False
+                    if self._improve(groups[number]):
+                        for other in range(len(groups)):
+                            if not touched[number].isdisjoint(touched[other]):
+                                open_[other] |= other != number or bool(self.twice[groups[number].name])
         return Match(self.permutations, before, self.similarity(), sweeps)
 
     def _all_places(self, group: Group) -> list[Place]:
@@ -171,18 +185,10 @@ class _Descent:
 
     def _gain(self, group: Group) -> Tensor:
         """Return the similarity of each unit of ``a`` with each of ``b``."""
-        total: Tensor | None = None
-        for number, place in enumerate(self.places[group.name]):
-            ours = self._rows_of_a(group.name, number, place)
-            product = ours @ rows(self.b[place.tensor], place).T
-            total = product if total is None else total.add_(product)
-        return total
-
-    def _rows_of_a(self, name: str, number: int, place: Place) -> Tensor:
-        key = name, number
-        if key not in self.rows:
-            self.rows[key] = rows(self.a[place.tensor], place)
-        return self.rows[key]
+        places = self.places[group.name]
+        if group.name not in self.rows:
+            self.rows[group.name] = torch.cat([rows(self.a[place.tensor], place) for place in places], dim=1)
+        return self.rows[group.name] @ torch.cat([rows(self.b[place.tensor], place) for place in places], dim=1).T
 
     def _gain_inside(self, names: tuple[str, ...]) -> Tensor:
         """Return the similarity of all units of one slot in all blocks, of shape ``(n, d, n, d)``."""
