@@ -21,7 +21,7 @@ from lightning_symmetry.callbacks import LinearInterpolation
 from lightning_symmetry.data import ArxivData, DigitsData, DigitsGraph, PlanetoidData, VisionData
 
 # Measure the loss landscape
-from lightning_symmetry.landscape import PathResult, evaluate_path, interpolate, parameter_distance
+from lightning_symmetry.landscape import PathResult, evaluate_path, interpolate, parameter_distance, repair
 
 # LightningModules
 from lightning_symmetry.modules import AsymmetricModule, SupervisedModule, warmup
@@ -29,12 +29,24 @@ from lightning_symmetry.modules import AsymmetricModule, SupervisedModule, warmu
 # The papers' networks
 from lightning_symmetry.networks import GNN, MLP, ResNet, ResNet20, ResNet110
 
+# Find permutation symmetries and align
+from lightning_symmetry.permutation import (
+    Alignment,
+    PermutationSpec,
+    align,
+    check_equivalence,
+    match_activations,
+    match_weights,
+    trace_permutations,
+)
+
 __version__ = "0.1.0"
 
 __all__ = [
     "GNN",
     "MLP",
     "PRESETS",
+    "Alignment",
     "ArxivData",
     "AsymmetricConv1d",
     "AsymmetricConv2d",
@@ -46,18 +58,25 @@ __all__ = [
     "FiGLU",
     "LinearInterpolation",
     "PathResult",
+    "PermutationSpec",
     "PlanetoidData",
     "ResNet",
     "ResNet20",
     "ResNet110",
     "SupervisedModule",
     "VisionData",
+    "align",
     "asymmetrize",
+    "check_equivalence",
     "embed",
     "evaluate_path",
     "fixed_fraction",
     "interpolate",
+    "match_activations",
+    "match_weights",
     "num_trainable",
     "parameter_distance",
+    "repair",
+    "trace_permutations",
     "warmup",
 ]

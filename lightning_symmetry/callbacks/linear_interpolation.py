@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_symmetry.callbacks.alignment import AlignBy, align_reference, check_alignable, example_for
 from lightning_symmetry.callbacks.evaluation import (
     Split,
     evaluating,
@@ -30,6 +31,7 @@ from lightning_symmetry.landscape import PathResult, Segment, parameter_distance
 from lightning_symmetry.landscape.path import BatchNorm, path_values
 from lightning_symmetry.landscape.result import as_positions
 from lightning_symmetry.modules import SupervisedModule
+from lightning_symmetry.permutation import Alignment
 from lightning_symmetry.surgery import plain_copy
 
 
@@ -59,6 +61,11 @@ class LinearInterpolation(Callback):
         batch_norm: ``"keep"`` interpolates running statistics, ``"recompute"`` takes them anew over the training split,
             ``"repair"`` also renormalises the units of hidden layers:
             :func:`~lightning_symmetry.landscape.repair`. Each rank takes the statistics that its positions need.
+        align: ``"weights"`` or ``"activations"`` permutes the hidden units of the reference first, without changing its
+            function, so that it comes close to the trained network: :func:`~lightning_symmetry.align`. Activations are
+            matched on the first 100 batches of the training split. ``forward`` must take what the module's
+            ``example_input_array`` holds, or the first part of a batch. Also logs ``/similarity_before`` and
+            ``/similarity_after``.
         metrics: torchmetrics by name; default: those of a ``SupervisedModule``.
         name: Prefix of what is logged; several callbacks in one Trainer need different names.
         progress: Whether to show a progress bar.
@@ -66,10 +73,12 @@ class LinearInterpolation(Callback):
     Attributes:
         result: The :class:`~lightning_symmetry.landscape.PathResult`, after ``fit``.
         distance: Distance per parameter between the two ends, after ``fit``.
+        alignment: The :class:`~lightning_symmetry.Alignment` of the reference, after ``fit``.
 
     Raises:
         MisconfigurationException: For strategies that shard parameters, a reference of another architecture, a
-            split without data, or ``metrics`` of a module that has no ``output_and_target``. All when ``fit`` starts.
+            split without data, ``metrics`` of a module that has no ``output_and_target``, or ``align`` where nothing
+            can be permuted (layers with fixed entries never are). All when ``fit`` starts.
         ValueError: If masks or constants of the reference differ from the trained network's.
 
     Source: The Empirical Impact of Neural Parameter Symmetries, or Lack Thereof (2024), sections 5.1 and 5.4.
@@ -86,6 +95,7 @@ class LinearInterpolation(Callback):
         num_points: int = 25,
         split: Split = "test",
         batch_norm: BatchNorm = "keep",
+        align: AlignBy | None = None,
         metrics: Mapping[str, Metric] | None = None,
         name: str = "interpolation",
         progress: bool = True,
@@ -97,11 +107,16 @@ class LinearInterpolation(Callback):
             raise MisconfigurationException(
                 f"Expected `batch_norm` to be 'keep', 'recompute' or 'repair' but got {batch_norm!r}."
             )
+        if align not in (None, "weights", "activations"):
+            raise MisconfigurationException(
+                f"Expected `align` to be 'weights', 'activations' or None but got {align!r}."
+            )
         self.positions = as_positions(num_points)
         self.reference, self.split, self.batch_norm = reference, split, batch_norm
-        self.metrics, self.name, self.progress = metrics, name, progress
+        self.align, self.metrics, self.name, self.progress = align, metrics, name, progress
         self.result: PathResult | None = None
         self.distance: float | None = None
+        self.alignment: Alignment | None = None
         self._start: dict[str, Tensor] | None = None
 
     @property
@@ -145,6 +160,9 @@ class LinearInterpolation(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         with evaluating(trainer):
             split_loader(trainer, pl_module, self.split)  # a split without data is refused now
+            if self.align is not None:  # and a module in which nothing can be permuted
+                loader = split_loader(trainer, pl_module, "train")
+                check_alignable(quiet_copy(pl_module), example_for(pl_module, loader, self._transfer(trainer)))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -162,7 +180,6 @@ class LinearInterpolation(Callback):
         self._start = state_dict["start"]
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = trainer.strategy
         trained = quiet_copy(pl_module)
         reference = self._reference_like(trained)
         step, loss = evaluation_step(trained, self.split, trainer)
@@ -170,13 +187,14 @@ class LinearInterpolation(Callback):
         if metrics is None and isinstance(trained, SupervisedModule):
             metrics = dict(trained.metrics[f"{self.split}_metrics"].items(keep_base=True, copy_state=False))
         loader = split_loader(trainer, pl_module, self.split)
-        train_loader = split_loader(trainer, pl_module, "train") if self.batch_norm != "keep" else None
-
-        def transfer(item: tuple[Any, int, int]) -> tuple[Any, int, int]:
-            batch, batch_idx, dataloader_idx = item
-            batch = strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
-            return trainer.precision_plugin.convert_input(batch), batch_idx, dataloader_idx
-
+        train_loader = None
+        if self.batch_norm != "keep" or self.align is not None:
+            train_loader = split_loader(trainer, pl_module, "train")
+        transfer = self._transfer(trainer)
+        progress = self.progress and trainer.is_global_zero
+        if self.align is not None:
+            self.alignment = align_reference(reference, trained, trainer, self.align, train_loader, transfer, progress)
+            reference = self.alignment.network
         mine = slice(trainer.global_rank, None, trainer.world_size)
         values, curves, count = path_values(
             reference,
@@ -189,15 +207,26 @@ class LinearInterpolation(Callback):
             train_loader=train_loader,
             step=step,
             transfer=transfer,
-            progress=self.progress and trainer.is_global_zero,
+            progress=progress,
         )
         rows = torch.zeros(2 + len(curves), len(self.positions), dtype=torch.float64)
         rows[:, mine] = torch.stack([torch.full_like(values, count), values, *curves.values()])
         if trainer.world_size > 1:
-            rows = strategy.reduce(rows.to(strategy.root_device), reduce_op="sum").cpu()
+            rows = trainer.strategy.reduce(rows.to(trainer.strategy.root_device), reduce_op="sum").cpu()
         samples, values, *others = rows
         self.result = PathResult(self.positions, values, dict(zip(curves, others, strict=True)), int(samples[0]))
         self.distance = parameter_distance(reference, trained)
+
+    @staticmethod
+    def _transfer(trainer: pl.Trainer) -> Callable[[tuple[Any, int, int]], tuple[Any, int, int]]:
+        """Return what brings an item of a loader to the device, in the type that the module takes."""
+
+        def transfer(item: tuple[Any, int, int]) -> tuple[Any, int, int]:
+            batch, batch_idx, dataloader_idx = item
+            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
+            return trainer.precision_plugin.convert_input(batch), batch_idx, dataloader_idx
+
+        return transfer
 
     def _reference_like(self, trained: pl.LightningModule) -> nn.Module:
         """Return a copy of the trained module with the reference's parameters."""
@@ -218,6 +247,9 @@ class LinearInterpolation(Callback):
     def _log(self, trainer: pl.Trainer) -> None:
         scalars = {f"{self.name}/{key}": value for key, value in self.result.summary().items()}
         scalars[f"{self.name}/distance_per_parameter"] = self.distance
+        if self.alignment is not None:
+            scalars[f"{self.name}/similarity_before"] = self.alignment.before
+            scalars[f"{self.name}/similarity_after"] = self.alignment.after
         curves = {"loss": self.result.loss, **self.result.metrics}
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
