@@ -25,7 +25,7 @@ import torch
 from jsonargparse import auto_cli
 from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.figure import Figure
-from shared import Ticks, mean_and_deviation, quiet, run_jobs, save_json, table
+from shared import Ticks, fit, mean_and_deviation, quiet, run_jobs, save_json, table
 
 import lightning_symmetry as ls
 
@@ -189,20 +189,7 @@ def train(
         module = ls.SupervisedModule(net, **training)
     else:
         module = ls.AsymmetricModule(net, **transform, asymmetry_seed=asymmetry_seed, **training)
-    trainer = pl.Trainer(
-        max_epochs=setting.epochs,
-        devices=setting.devices,
-        logger=TensorBoardLogger(folder.parent, folder.name, version="", default_hp_metric=False),
-        callbacks=callbacks,
-        limit_val_batches=0,  # the test split stands in for validation; it is measured at the end
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=10,
-    )
-    trainer.fit(module, datamodule=data)
-    trainer.save_checkpoint(folder / "last.ckpt", weights_only=True)
+    fit(module, data, folder, setting.epochs, callbacks, setting.devices)
     return module
 
 

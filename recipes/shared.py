@@ -12,9 +12,15 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
 from tqdm.auto import tqdm
+
+
+class UsageError(ValueError):
+    """Something that the user gave does not fit; scripts show it without traceback."""
 
 
 class Ticks(Callback):
@@ -34,6 +40,31 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for message in (".*does not have many workers.*", ".*torch.jit.*", ".*number of training batches.*"):
         warnings.filterwarnings("ignore", message)
+
+
+def fit(
+    module: pl.LightningModule,
+    data: pl.LightningDataModule,
+    folder: Path,
+    epochs: int,
+    callbacks: list[Callback],
+    devices: int = 1,
+) -> None:
+    """Train a module, log to TensorBoard, and save its weights as ``last.ckpt`` in the folder."""
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        devices=devices,
+        logger=TensorBoardLogger(folder.parent, folder.name, version="", default_hp_metric=False),
+        callbacks=callbacks,
+        limit_val_batches=0,  # the test split stands in for validation; it is measured at the end
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=10,
+    )
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(folder / "last.ckpt", weights_only=True)
 
 
 def run_jobs(
