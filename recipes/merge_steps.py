@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_symmetry as ls
+from lightning_symmetry.landscape import NothingToRepairError
 from lightning_symmetry.landscape.batches import to_device
 from lightning_symmetry.landscape.steps import graph_step, supervised_step
 from lightning_symmetry.permutation.activations import first_of_batch
@@ -76,8 +77,8 @@ class Merge:
         try:
             ends = (self.a, b) if self.mode == "repair" else None
             repaired = ls.repair(copy.deepcopy(net), self.train, ends, self.setting.alpha, step=call)
-        except ValueError as error:
-            if self.setting.batch_norm or "nothing to repair" not in str(error):
+        except NothingToRepairError as error:
+            if self.setting.batch_norm:
                 raise
             self.notes.append(f"Merged without REPAIR. {error}")
             self.mode = "keep"

@@ -63,9 +63,9 @@ class LinearInterpolation(Callback):
             :func:`~lightning_symmetry.landscape.repair`. Each rank takes the statistics that its positions need.
         align: ``"weights"`` or ``"activations"`` permutes the hidden units of the reference first, without changing its
             function, so that it comes close to the trained network: :func:`~lightning_symmetry.align`. Activations are
-            matched on the first 100 batches of the training split. ``forward`` must take what the module's
-            ``example_input_array`` holds, or the first part of a batch. Also logs ``/similarity_before`` and
-            ``/similarity_after``.
+            matched on the first 100 batches of the training split, of which ``forward`` must take the first part; to
+            match weights it is called once, with the module's ``example_input_array`` if there is one. Also logs
+            ``/similarity_before`` and ``/similarity_after``. A run that has diverged is not aligned, with a warning.
         metrics: torchmetrics by name; default: those of a ``SupervisedModule``.
         name: Prefix of what is logged; several callbacks in one Trainer need different names.
         progress: Whether to show a progress bar.
@@ -73,7 +73,7 @@ class LinearInterpolation(Callback):
     Attributes:
         result: The :class:`~lightning_symmetry.landscape.PathResult`, after ``fit``.
         distance: Distance per parameter between the two ends, after ``fit``.
-        alignment: The :class:`~lightning_symmetry.Alignment` of the reference, after ``fit``.
+        alignment: The :class:`~lightning_symmetry.Alignment` of the reference, after ``fit`` with ``align``.
 
     Raises:
         MisconfigurationException: For strategies that shard parameters, a reference of another architecture, a
@@ -162,7 +162,8 @@ class LinearInterpolation(Callback):
             split_loader(trainer, pl_module, self.split)  # a split without data is refused now
             if self.align is not None:  # and a module in which nothing can be permuted
                 loader = split_loader(trainer, pl_module, "train")
-                check_alignable(quiet_copy(pl_module), example_for(pl_module, loader, self._transfer(trainer)))
+                example = example_for(pl_module, trainer, self.align, loader, self._transfer(trainer))
+                check_alignable(quiet_copy(pl_module), self.align, example)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -192,8 +193,10 @@ class LinearInterpolation(Callback):
             train_loader = split_loader(trainer, pl_module, "train")
         transfer = self._transfer(trainer)
         progress = self.progress and trainer.is_global_zero
+        self.alignment = None
         if self.align is not None:
             self.alignment = align_reference(reference, trained, trainer, self.align, train_loader, transfer, progress)
+        if self.alignment is not None:
             reference = self.alignment.network
         mine = slice(trainer.global_rank, None, trainer.world_size)
         values, curves, count = path_values(

@@ -9,12 +9,13 @@ from lightning_symmetry.landscape.measures import (
     midpoint_barrier,
 )
 from lightning_symmetry.landscape.path import evaluate_path
-from lightning_symmetry.landscape.repair import repair
+from lightning_symmetry.landscape.repair import NothingToRepairError, repair
 from lightning_symmetry.landscape.result import PathResult
 from lightning_symmetry.landscape.segment import Segment, interpolate, parameter_distance
 from lightning_symmetry.landscape.steps import graph_step, supervised_step
 
 __all__ = [
+    "NothingToRepairError",
     "PathResult",
     "Segment",
     "chord",

@@ -24,6 +24,10 @@ from lightning_symmetry.surgery import plain_copy
 Moments = dict[str, UnitMoments]
 
 
+class NothingToRepairError(ValueError):
+    """A network has neither batch-norm statistics nor hidden layers that could be corrected."""
+
+
 def repair(
     net: nn.Module,
     dataloader: Iterable[Any],
@@ -77,7 +81,8 @@ def repair(
         torch's global random state. After an error nothing has.
 
     Raises:
-        ValueError: If there is no data or nothing to correct, or the ends have another architecture.
+        NothingToRepairError: If there is nothing to correct.
+        ValueError: If there is no data, or the ends have another architecture.
 
     Source: Jordan et al., REPAIR: REnormalizing Permuted Activations for Interpolation Repair (ICLR 2023).
     """
@@ -142,7 +147,8 @@ class Repairs:
             progress: Whether to show a progress bar.
 
         Raises:
-            ValueError: If there is no data or nothing to correct, or the ends have another architecture.
+            NothingToRepairError: If there is nothing to correct.
+            ValueError: If there is no data, or the ends have another architecture.
         """
         with _eager(self.net):
             self._find(groups, step, end, progress)
@@ -152,7 +158,7 @@ class Repairs:
         if not axes and not self._statistics.layers:
             what = "hidden linear or convolutional layer to rescale and no " if end is not None else ""
             hint = "" if end is not None else "; give `ends` to rescale its hidden layers"
-            raise ValueError(
+            raise NothingToRepairError(
                 f"There is nothing to repair: {type(self.net).__name__} has no {what}batch normalisation with running "
                 f"statistics{hint}."
             )

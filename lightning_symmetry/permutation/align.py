@@ -6,13 +6,15 @@ import copy
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lightning_symmetry.landscape.batches import to_device
 from lightning_symmetry.permutation.activations import Inputs, first_of_batch, match_activations
-from lightning_symmetry.permutation.equivalence import check_equivalence
+from lightning_symmetry.permutation.equivalence import check_equivalence, device_of
 from lightning_symmetry.permutation.spec import PermutationSpec, check_shapes, trace_permutations
 from lightning_symmetry.permutation.weights import match_weights
 from lightning_symmetry.surgery import check_constants, constants_of, example_of
@@ -106,11 +108,9 @@ def align(
     check_shapes(_shapes(to), _shapes(b), "the network to align to")
     check_constants(constants_of(to), constants_of(b), "to", "b")
     if example_input is None and dataloader is not None:
-        first = next(iter(dataloader), None)
-        if first is None:
-            raise ValueError("The dataloader gave no batches to align with.")
+        first, dataloader = _peek(dataloader, keep=method == "activations")
         example_input = inputs(first)
-    example_input = example_of(b, example_input)
+    example_input = to_device(example_of(b, example_input), device_of(b))
     spec = spec or trace_permutations(b, example_input)
     if method == "weights":
         match = match_weights(to, b, spec, restarts=restarts, generator=generator, progress=progress)
@@ -125,5 +125,13 @@ def align(
     )
 
 
+def _peek(dataloader: Iterable[Any], keep: bool) -> tuple[Any, Iterable[Any]]:
+    """Return the first batch, and all batches again: an iterator gives each only once."""
+    batches = iter(dataloader)
+    for first in batches:
+        return first, chain([first], batches) if keep else ()
+    raise ValueError("The dataloader gave no batches to align with.")
+
+
 def _shapes(net: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in net.state_dict().items()}
+    return {name: tensor.shape for name, tensor in net.state_dict().items() if isinstance(tensor, Tensor)}

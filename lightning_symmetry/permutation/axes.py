@@ -16,12 +16,10 @@ from lightning_symmetry.permutation.terms import (
     Term,
     all_same,
     concat,
-    factor,
     freeze,
     fresh,
     is_frozen,
     split,
-    tree,
     unify,
 )
 
@@ -35,7 +33,7 @@ class Axis:
 
     def __init__(self, table: Any, parents: Sequence[Axis] = ()) -> None:
         if not isinstance(table, np.ndarray):
-            table = _array([table], ())
+            table = array_of([table], ())
         self.table: np.ndarray = table
         self.parents = tuple(parents)
 
@@ -51,15 +49,18 @@ class Axis:
 
     def without(self, parents: Iterable[Axis]) -> Axis:
         """Return the axis without some parents: what differed along them is permuted alike from now on."""
+        gone = [parent for parent in parents if parent in self.parents]
+        if not gone:
+            return self
         table, kept = self.table, list(self.parents)
-        for parent in parents:
+        for parent in gone:
             if parent in kept:
                 place = kept.index(parent)
                 for line in np.moveaxis(table, place, -1).reshape(-1, table.shape[place]):
                     for other in line[1:]:
                         unify(line[0], other)
                 table = table.take(0, place)
-                table = table if isinstance(table, np.ndarray) else _array([table], ())
+                table = table if isinstance(table, np.ndarray) else array_of([table], ())
                 kept.pop(place)
         return Axis(table, kept)
 
@@ -75,10 +76,16 @@ class Axis:
         return self.without(idle) if idle else self
 
 
-def _array(terms: Sequence[Term], shape: Sequence[int]) -> np.ndarray:
+def array_of(terms: Sequence[Term], shape: Sequence[int]) -> np.ndarray:
+    """Return a table of terms."""
     array = np.empty(len(terms), dtype=object)
     array[:] = terms
     return array.reshape(tuple(shape))
+
+
+def plain_term(axis: Axis) -> Term:
+    """Return the term of an axis, permuted alike along all of its parents."""
+    return axis.without(axis.parents).table[()]
 
 
 def new_axes(shape: Iterable[int], frozen: str | None = None) -> list[Axis]:
@@ -102,10 +109,10 @@ def restrict(axes: Sequence[Axis]) -> list[Axis]:
     known = set(axes)
     if all(parent in known for axis in axes for parent in axis.parents):
         return list(axes)
-    return _rebuild(axes, lambda axis: axis.without([p for p in axis.parents if p not in known]), {})
+    return rebuild(axes, lambda axis: axis.without([p for p in axis.parents if p not in known]), {})
 
 
-def _rebuild(axes: Sequence[Axis], change: Any, done: dict[Axis, Axis]) -> list[Axis]:
+def rebuild(axes: Sequence[Axis], change: Any, done: dict[Axis, Axis]) -> list[Axis]:
     """Change each axis and give its dependents the new one as their parent."""
 
     def new(axis: Axis) -> Axis:
@@ -170,14 +177,14 @@ def _joined(places: list[tuple[Axis, list[Letter]]], parents: dict[Letter, Axis]
         return Axis(first.table, [parents[name] for name in names])
     order = list(parents)
     shape = [parents[name].size for name in order]
-    tables = [_broadcast(axis.table, names, order, shape) for axis, names in places]
+    tables = [broadcast(axis.table, names, order, shape) for axis, names in places]
     for entries in zip(*(table.flat for table in tables), strict=True):
         for entry in entries[1:]:
             unify(entries[0], entry)
     return Axis(tables[0], [parents[name] for name in order]).settled()
 
 
-def _broadcast(table: np.ndarray, names: list[Any], order: list[Any], shape: list[int]) -> np.ndarray:
+def broadcast(table: np.ndarray, names: list[Any], order: list[Any], shape: list[int]) -> np.ndarray:
     """Arrange the axes of a table in a given order and repeat it along those that it lacks."""
     present = [name for name in order if name in names]
     table = table.transpose([names.index(name) for name in present])
@@ -188,7 +195,7 @@ def _broadcast(table: np.ndarray, names: list[Any], order: list[Any], shape: lis
 def tie(axes: Sequence[Axis], dims: Iterable[int]) -> list[Axis]:
     """Return the axes after a function that mixes the positions of ``dims``: other axes cannot depend on these."""
     mixed = {axes[dim] for dim in dims}
-    return _rebuild(
+    return rebuild(
         axes, lambda axis: axis if axis in mixed else axis.without([p for p in axis.parents if p in mixed]), {}
     )
 
@@ -204,7 +211,7 @@ def take(axes: Sequence[Axis], dim: int, start: int, length: int) -> list[Axis]:
     kept = [size > 0 for size in sizes]
     place = sum(kept[:1])
     cut = {id(term): split(term, [size for size in sizes if size > 0])[place] for term in old.terms}
-    new = Axis(_array([cut[id(term)] for term in old.table.flat], old.table.shape), old.parents)
+    new = Axis(array_of([cut[id(term)] for term in old.table.flat], old.table.shape), old.parents)
     return _with(axes, dim, new, slice(start, start + length))
 
 
@@ -238,7 +245,7 @@ def _with(axes: Sequence[Axis], dim: int, new: Axis, index: slice | None) -> lis
         parents = tuple(new if parent is old else parent for parent in axis.parents)
         return Axis(table, parents)
 
-    return _rebuild(axes, change, {old: new, new: new})
+    return rebuild(axes, change, {old: new, new: new})
 
 
 def replace_axis(axes: Sequence[Axis], dim: int, new: Axis) -> list[Axis]:
@@ -247,125 +254,60 @@ def replace_axis(axes: Sequence[Axis], dim: int, new: Axis) -> list[Axis]:
 
 
 def cat(operands: Sequence[Sequence[Axis]], dim: int) -> list[Axis]:
-    """Return the axes of a concatenation along ``dim``."""
-    operands = [tie(axes, [dim]) for axes in operands]
-    letters = [[("cat", k) if place == dim else place for place in range(len(a))] for k, a in enumerate(operands)]
-    others = [place for place in range(len(operands[0])) if place != dim]
-    joined = meet(list(zip(operands, letters, strict=True)), [*others, *(("cat", k) for k in range(len(operands)))])
-    rest, parts = joined[: len(others)], joined[len(others) :]
+    """Return the axes of a concatenation along ``dim``.
+
+    An axis on which no other depends may differ from part to part: it then depends on the new axis.
+    """
+    loose = [place for place in range(len(operands[0])) if place != dim and _differs(operands, place, dim)]
+    operands = [_tie_all(axes, dim, loose) for axes in operands]
+    met = [place for place in range(len(operands[0])) if place not in loose]
+    letters = [[("cat", k) if place == dim else place for place in met] for k in range(len(operands))]
+    others = [place for place in met if place != dim]
+    joined = meet(
+        [([axes[place] for place in met], names) for axes, names in zip(operands, letters, strict=True)],
+        [*others, *(("cat", k) for k in range(len(operands)))],
+    )
+    result = dict(zip(others, joined, strict=False))
     sizes = [axes[dim].size for axes in operands]
-    parts = [part if part.size == size else Axis(fresh(size)) for part, size in zip(parts, sizes, strict=True)]
+    parts = [
+        part if part.size == size else Axis(fresh(size))
+        for part, size in zip(joined[len(others) :], sizes, strict=True)
+    ]
     parents = list(dict.fromkeys(parent for part in parts for parent in part.parents))
     shape = [parent.size for parent in parents]
-    tables = [_broadcast(part.table, list(part.parents), parents, shape) for part in parts]
+    tables = [broadcast(part.table, list(part.parents), parents, shape) for part in parts]
     entries = [concat(row) for row in zip(*(table.flat for table in tables), strict=True)]
-    rest.insert(dim, Axis(_array(entries, shape), parents))
-    return rest
+    result[dim] = Axis(array_of(entries, shape), parents)
+    for place in loose:
+        result[place] = _stacked(operands, place, dim, result)
+    return [result[place] for place in range(len(result))]
 
 
-def reshape(axes: Sequence[Axis], shape: Sequence[int]) -> list[Axis]:
-    """Return the axes after a reshape."""
-    if 0 in shape:
-        return new_axes(shape, "it is empty")
-    blocks = _aligned([axis for axis in axes if axis.size != 1], [size for size in shape if size != 1])
-    moved: dict[Axis, tuple[list[Axis], list[Axis]]] = {}  # old axis -> old and new axes of its block
-    results: list[Axis] = []
-    for olds, sizes in blocks:
-        news = olds if len(olds) == len(sizes) == 1 else _unfold_block(_self_contained(olds), sizes)
-        results += news
-        if news is not olds:
-            moved.update(dict.fromkeys(olds, (olds, news)))
-    if moved:
-        results = _rebuild(results, lambda axis: _moved(axis, moved), {})
-        results = _rebuild(results, Axis.settled, {})
-    ordered = iter(results)
-    return [Axis(UNIT) if size == 1 else next(ordered) for size in shape]
+def _differs(operands: Sequence[Sequence[Axis]], place: int, dim: int) -> bool:
+    """Whether an axis, on which no other depends, is permuted otherwise in some parts of a concatenation."""
+    own = [axes[place] for axes in operands]
+    if own[0].size == 1 or any(mine in axis.parents for mine, axes in zip(own, operands, strict=True) for axis in axes):
+        return False
+    if any(axes[dim] in mine.parents for mine, axes in zip(own, operands, strict=True)):
+        return True
+    parents = [[axes.index(parent) for parent in mine.parents] for mine, axes in zip(own, operands, strict=True)]
+    if any(places != parents[0] for places in parents):
+        return True
+    return not all(all_same(entries) for entries in zip(*(mine.table.flat for mine in own), strict=True))
 
 
-def _aligned(axes: list[Axis], shape: list[int]) -> list[tuple[list[Axis], list[int]]]:
-    """Group axes and new sizes into the smallest blocks that hold the same entries."""
-    blocks = []
-    axes, shape = axes[::-1], shape[::-1]
-    while axes:
-        olds, sizes = [axes.pop()], [shape.pop()]
-        old, new = olds[0].size, sizes[0]
-        while old != new:
-            if old < new:
-                olds.append(axes.pop())
-                old *= olds[-1].size
-            else:
-                sizes.append(shape.pop())
-                new *= sizes[-1]
-        blocks.append((olds, sizes))
-    return blocks
+def _tie_all(axes: Sequence[Axis], dim: int, loose: Sequence[int]) -> list[Axis]:
+    """Drop the dependence on ``dim`` of all axes but the loose ones."""
+    free = {axes[place] for place in loose}
+    return rebuild(axes, lambda axis: axis if axis in free else axis.without([axes[dim]]), {})
 
 
-def _self_contained(olds: list[Axis]) -> list[Axis]:
-    """Drop the dependence on axes of the block that come later: a tree has no room for it."""
-    later = {axis: set(olds[place + 1 :]) for place, axis in enumerate(olds)}
-    return _rebuild(olds, lambda axis: axis.without([p for p in axis.parents if p in later[axis]]), {})
-
-
-def _unfold_block(olds: list[Axis], sizes: list[int]) -> list[Axis]:
-    """Merge the axes of a block into one and split this into the new ones; other parents stay the old ones."""
-    outside = list(dict.fromkeys(p for axis in olds for p in axis.parents if p not in olds))
-    shape = [parent.size for parent in outside]
-    made = []
-    for index in np.ndindex(*shape):
-        term = _merged(olds, dict(zip(outside, index, strict=True)))
-        made.append(_unfolded(term, sizes))
-    news: list[Axis] = []
-    for place in range(len(sizes)):
-        needed = sorted({parent for tables in made for parent in tables[place][1]})
-        inner = [sizes[parent] for parent in needed]
-        entries = [term for tables in made for term in _broadcast(*tables[place], needed, inner).flat]
-        news.append(Axis(_array(entries, [*shape, *inner]), [*outside, *(news[parent] for parent in needed)]))
-    return news
-
-
-def _merged(olds: list[Axis], at: dict[Axis, int], place: int = 0) -> Term:
-    axis = olds[place]
-    term = axis.table[tuple(at[parent] for parent in axis.parents)]
-    if place == len(olds) - 1:
-        return term
-    if any(axis in later.parents for later in olds[place + 1 :]):
-        inners = [_merged(olds, {**at, axis: position}, place + 1) for position in range(axis.size)]
-    else:
-        inners = [_merged(olds, at, place + 1)]
-    return tree(term, inners)
-
-
-def _unfolded(term: Term, sizes: Sequence[int], place: int = 0) -> list[tuple[np.ndarray, list[int]]]:
-    """Split a term into factors: for each the table of terms and the factors before it on which it depends."""
-    if len(sizes) == 1:
-        return [(_array([term], ()), [])]
-    outer, inners = factor(term, sizes[0])
-    below = [_unfolded(inner, sizes[1:], place + 1) for inner in inners]
-    tables: list[tuple[np.ndarray, list[int]]] = [(_array([outer], ()), [])]
-    for later in range(len(sizes) - 1):
-        if len(below) == 1:
-            tables.append(below[0][later])
-            continue
-        needed = sorted({parent for tables_ in below for parent in tables_[later][1]})
-        shape = [sizes[parent - place] for parent in needed]
-        entries = [term for tables_ in below for term in _broadcast(*tables_[later], needed, shape).flat]
-        tables.append((_array(entries, [sizes[0], *shape]), [place, *needed]))
-    return tables
-
-
-def _moved(axis: Axis, moved: dict[Axis, tuple[list[Axis], list[Axis]]]) -> Axis:
-    """Give an axis the new axes as parents in the place of the old ones."""
-    changed = True
-    while changed:
-        changed = False
-        for parent in axis.parents:
-            if parent in moved:
-                olds, news = moved[parent]
-                order = [*olds, *(p for p in axis.parents if p not in olds)]
-                table = _broadcast(axis.table, list(axis.parents), order, [p.size for p in order])
-                rest = order[len(olds) :]
-                table = table.reshape([*(new.size for new in news), *(p.size for p in rest)])
-                axis = Axis(table, [*news, *rest])
-                changed = True
-                break
-    return axis
+def _stacked(operands: Sequence[Sequence[Axis]], place: int, dim: int, result: dict[int, Axis]) -> Axis:
+    """Join the tables of an axis along the new axis of a concatenation."""
+    used = sorted({axes.index(p) for axes in operands for p in axes[place].parents} - {dim})
+    tables = []
+    for axes in operands:
+        order = [axes[other] for other in (*used, dim)]
+        mine = axes[place] if axes[dim].size > 1 else axes[place].without([axes[dim]])
+        tables.append(broadcast(mine.table, list(mine.parents), order, [axis.size for axis in order]))
+    return Axis(np.concatenate(tables, axis=-1), [result[other] for other in (*used, dim)]).settled()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_symmetry.permutation.trace import run_plainly, tensors_in
+from lightning_symmetry.landscape.batches import to_device
+from lightning_symmetry.permutation.running import run_plainly, tensors_in
 from lightning_symmetry.surgery import example_of
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -26,15 +28,16 @@ def check_equivalence(a: nn.Module, b: nn.Module, example_input: Any = None, tol
 
     .. math:: \max |f_a(x) - f_b(x)| \le \tau \max |f_a(x)|
 
-    Where they do not, the layers are compared in the order in which they run. Hidden units may be permuted, so that the
-    sorted values of each layer's output are: they agree for every permutation.
+    for each output. Where they do not, the layers are compared in the order in which they end. Hidden units may be
+    permuted, so that the sorted values of each layer's output are: they agree for every permutation.
 
     Args:
         a: A network.
-        b: Another, of the same structure.
+        b: Another, of the same structure; each is run on its own device.
         example_input: A tensor, or a tuple or dictionary of arguments. Default: ``a.example_input_array``. Real-valued
-            inputs of one value (zeros) would show little and are replaced by normal ones.
-        tolerance: The largest relative deviation; by default 1e-10 in float64, 1e-4 in float32, 0.1 in bfloat16.
+            inputs of one value (zeros) would show little and are replaced by normal ones, where ``a`` takes those.
+        tolerance: The largest relative deviation; by default 1e-10 in float64, 1e-4 in float32, 0.1 in bfloat16 and
+            0.02 in float16 and TF32, of which the coarsest type of parameters and inputs counts.
 
     Returns:
         The relative deviation.
@@ -43,11 +46,10 @@ def check_equivalence(a: nn.Module, b: nn.Module, example_input: Any = None, tol
         NotEquivalentError: If they differ; the message names the first layer that does.
         ValueError: If a network cannot be called with the example input.
     """
-    inputs = _informative(example_of(a, example_input))
-    dtypes = {p.dtype for p in [*a.parameters(), *tensors_in(inputs)] if p.dtype in TOLERANCES}
+    inputs, ours = _informative_run(a, example_of(a, example_input))
+    theirs = _run(b, inputs)
     if tolerance is None:
-        tolerance = max((TOLERANCES[dtype] for dtype in dtypes), default=TOLERANCES[torch.float32])
-    ours, theirs = (tensors_in(_run(net, inputs)) for net in (a, b))
+        tolerance = _tolerance([*a.parameters(), *b.parameters(), *tensors_in(inputs)])
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         raise NotEquivalentError(
             f"The networks differ: one returns shapes {[tuple(t.shape) for t in ours]} and the other "
@@ -67,6 +69,10 @@ def deviation(a: Tensor, b: Tensor) -> float:
     if a.numel() == 0:
         return 0.0
     a, b = a.detach().cpu(), b.detach().cpu()
+    if a.is_complex() != b.is_complex():
+        return math.inf
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if not a.is_floating_point():
         return 0.0 if torch.equal(a, b) else math.inf
     a, b = a.double(), b.double()
@@ -78,6 +84,39 @@ def deviation(a: Tensor, b: Tensor) -> float:
     return gap / largest if math.isfinite(gap) and largest > 0 else math.inf
 
 
+def _tolerance(tensors: list[Tensor]) -> float:
+    types = {tensor.dtype.to_real() for tensor in tensors}
+    if torch.float32 in types and any(tensor.is_cuda for tensor in tensors) and rounds_to_tf32():
+        types.add(torch.float16)  # of as many digits
+    return max((TOLERANCES[kind] for kind in types if kind in TOLERANCES), default=TOLERANCES[torch.float32])
+
+
+def rounds_to_tf32() -> bool:
+    """Return whether products of float32 on an NVIDIA GPU round their factors; those of convolutions do by default."""
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    if hasattr(cuda, "fp32_precision"):  # since PyTorch 2.9; the older names must not be read where this is set
+        return "tf32" in (cuda.fp32_precision, cudnn.conv.fp32_precision)
+    return cuda.allow_tf32 or cudnn.allow_tf32
+
+
+def _informative_run(net: nn.Module, given: Any) -> tuple[Any, list[Tensor]]:
+    """Return inputs that show much, and the network's outputs: normal inputs instead of those that are all alike.
+
+    Where the network cannot be called with those, or returns no finite numbers (as for negative lengths), the inputs
+    stay as they are.
+    """
+    inputs = _informative(given)
+    try:
+        outputs = _run(net, inputs)
+    except ValueError:
+        return given, _run(net, given)
+    if all(bool(output.isfinite().all()) for output in outputs):
+        return inputs, outputs
+    plain = _run(net, given)
+    better = sum(int(t.isfinite().sum()) for t in plain) > sum(int(t.isfinite().sum()) for t in outputs)
+    return (given, plain) if better else (inputs, outputs)
+
+
 def _informative(value: Any) -> Any:
     """Put normal values into the place of real inputs that are all alike."""
     if isinstance(value, Tensor):
@@ -86,15 +125,9 @@ def _informative(value: Any) -> Any:
         return torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
     if isinstance(value, Mapping):
         return {key: _informative(part) for key, part in value.items()}
-    return tuple(_informative(part) for part in value) if isinstance(value, tuple | list) else value
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _to(part, device) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        return tuple(_to(part, device) for part in value)
-    return value.to(device) if hasattr(value, "to") else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_informative, value))
+    return type(value)(map(_informative, value)) if isinstance(value, tuple | list) else value
 
 
 class _Plain(TorchDispatchMode):
@@ -104,40 +137,53 @@ class _Plain(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(net: nn.Module, inputs: Any) -> Any:
-    device = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
-    return run_plainly(net, _to(inputs, device), _Plain())
+def device_of(net: nn.Module) -> torch.device:
+    """Return the device of the first parameter or buffer."""
+    return next((tensor.device for tensor in [*net.parameters(), *net.buffers()]), torch.device("cpu"))
+
+
+def _run(net: nn.Module, inputs: Any) -> list[Tensor]:
+    return tensors_in(run_plainly(net, to_device(inputs, device_of(net)), _Plain()))
 
 
 def _first_difference(a: nn.Module, b: nn.Module, inputs: Any, tolerance: float) -> str:
     """Say which layer is the first whose output has other values."""
-    ours, theirs = _sorted_outputs(a, inputs), _sorted_outputs(b, inputs)
-    for (name, kind, one), (other_name, _, other) in zip(ours, theirs, strict=False):
-        if name != other_name:
-            return f"Up to {name!r} they agree; then the other runs {other_name!r}."
+    agreed = ""
+    for ours, theirs in zip_longest(_sorted_outputs(a, inputs), _sorted_outputs(b, inputs)):
+        if ours is None or theirs is None or ours[0] != theirs[0]:
+            more = [f"{name[0]!r}" if name is not None else "nothing" for name in (ours, theirs)]
+            return f"Up to {agreed!r} they agree; then one runs {more[0]} and the other {more[1]}."
+        (name, kind, one), (_, _, other) = ours, theirs
         if one.shape != other.shape or not deviation(one, other) <= tolerance:
             return f"The first layer whose output differs is {name!r} ({kind})."
+        agreed = name
     return "The outputs of all layers have the same values, in another order: the output itself is permuted."
 
 
 def _sorted_outputs(net: nn.Module, inputs: Any) -> list[tuple[str, str, Tensor]]:
-    """Return name, type and sorted output of each layer without parts, in the order of the calls."""
+    """Return name, type and sorted output of each module, in the order in which they end: parts before the whole."""
     found: list[tuple[str, str, Tensor]] = []
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, _: Any, output: Any) -> None:
-            values = [t.detach().flatten().double().cpu() for t in tensors_in(output) if t.is_floating_point()]
-            if values:
-                found.append((name, type(module).__name__, torch.cat(values).sort().values))
+            values = [_real(tensor) for tensor in tensors_in(output)]
+            found.append((name, type(module).__name__, torch.cat(values or [torch.empty(0)]).sort().values))
 
         return hook
 
-    leaves = [(name, module) for name, module in net.named_modules() if not list(module.children())]
-    leaves += [(name, module) for name, module in net.named_modules() if isinstance(module, nn.MultiheadAttention)]
-    handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
+    handles = [
+        module.register_forward_hook(watch(name or "the network itself"))
+        for name, module in net.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
     try:
         _run(net, inputs)
     finally:
         for handle in handles:
             handle.remove()
     return found
+
+
+def _real(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().resolve_conj().cpu()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten().double()

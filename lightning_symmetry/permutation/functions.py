@@ -25,7 +25,7 @@ RESHAPES = {
     *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "clone", "squeeze", "unsqueeze", "expand"),
     *("alias", "detach", "contiguous", "_to_copy"),
 }
-UNTAGGED = {"hardswish", "where", "celu", "mish", "dropout", "native_dropout", "masked_fill", "prelu", "_prelu_kernel"}
+UNTAGGED = {"hardswish", "where", "celu", "mish", "masked_fill", "prelu", "_prelu_kernel", "complex", "polar"}
 """Elementwise operations that PyTorch does not mark as such."""
 _LINEAR_REDUCTIONS = {"sum", "mean", "cat", "stack", "avg_pool1d", "avg_pool2d", "avg_pool3d"}
 _MAXIMA = ("max_pool", "adaptive_max_pool", "amax", "max")

@@ -40,6 +40,7 @@ def pointwise(axes_of: AxesOf, outputs: Sequence[Tensor], tensors: Sequence[Tens
 
 
 def dims_of(dims: Any, ndim: int) -> list[int]:
+    """Return dimensions counted from the front; all of them for None or none."""
     if dims is None or (isinstance(dims, list | tuple) and not dims):
         return list(range(ndim))
     return [dim % max(ndim, 1) for dim in ([dims] if isinstance(dims, int) else dims)] if ndim else []

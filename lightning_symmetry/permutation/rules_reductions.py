@@ -1,11 +1,10 @@
-"""Rules of reductions, pooling and looking up."""
+"""Rules of reductions, pooling, patches and orders."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_symmetry.permutation.axes import (
@@ -15,6 +14,7 @@ from lightning_symmetry.permutation.axes import (
     new_axes,
     replace_axis,
 )
+from lightning_symmetry.permutation.reshape import reshape
 from lightning_symmetry.permutation.rules import RULES, Axes, AxesOf, Rule, dims_of, pointwise, rule
 from lightning_symmetry.permutation.terms import fresh
 
@@ -62,11 +62,36 @@ def _extremum(axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, *args: Any,
     return _reduce(axes_of, outputs, x, dim)
 
 
-@rule("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "argmax", "argmin", "argsort", "sort", "topk")
-def _ordered(axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, *args: Any, **kwargs: Any) -> list[Axes]:
+@rule("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "argmax", "argmin")
+def _ordered(
+    axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, dim: int | None = None, *args: Any, **kwargs: Any
+) -> list[Axes]:
     reason = "its order matters to a cumulative function, a sort or a position"
-    freeze_axes(axes_of(x), reason)
-    return [new_axes(output.shape, reason) for output in outputs]
+    if x.ndim == 0 or dim is None:
+        freeze_axes(axes_of(x), reason)
+        return [new_axes(output.shape, reason) for output in outputs]
+    dim %= x.ndim
+    freeze_axes([axes_of(x)[dim]], reason)
+    rest = meet([(axes_of(x), range(x.ndim))], [None if d == dim else d for d in range(x.ndim)])
+    made = []
+    for output in outputs:
+        place = new_axes(output.shape[dim : dim + 1], reason) if output.ndim == x.ndim else []
+        made.append([*rest[:dim], *place, *rest[dim + 1 :]])
+    return made
+
+
+@rule("sort", "argsort")
+def _sort(
+    axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, dim: int = -1, *args: Any, **kwargs: Any
+) -> list[Axes]:
+    return _ordered(axes_of, outputs, x, kwargs.get("dim", dim))
+
+
+@rule("topk", "kthvalue")
+def _topk(
+    axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any
+) -> list[Axes]:
+    return _ordered(axes_of, outputs, x, dim)
 
 
 def pooling(space: int) -> Rule:
@@ -88,89 +113,44 @@ for _name, _space in {"1d": 1, "2d": 2, "3d": 3}.items():
         f"upsample_{kind}" for kind in ("nearest", "_nearest_exact", "linear", "bilinear", "bicubic", "trilinear")
     ]
     for _kind in [*_pools, *_scales]:
-        for _form in (f"{_kind}{_name}", f"_{_kind}{_name}", f"{_kind}{_name}_with_indices"):
+        for _form in (f"{_kind}{_name}", f"_{_kind}{_name}", f"{_kind}{_name}_with_indices", f"_{_kind}{_name}_aa"):
             RULES[_form] = pooling(_space)
 
 
-@rule("embedding")
-def _embedding(axes_of: AxesOf, outputs: Any, weight: Tensor, index: Tensor, *args: Any, **kwargs: Any) -> list[Axes]:
-    freeze_axes(axes_of(weight)[:1], "its positions are looked up")
-    return [[*axes_of(index), axes_of(weight)[1]]]
-
-
-@rule("index_select")
-def _index_select(axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, dim: int, index: Tensor) -> list[Axes]:
-    dim %= x.ndim
-    freeze_axes([axes_of(x)[dim], *axes_of(index)], "its positions are looked up")
-    new = Axis(fresh(outputs[0].shape[dim], "its positions are looked up"))
-    return [replace_axis(axes_of(x), dim, new)]
-
-
-@rule("index", "_unsafe_index")
-def _index(axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, indices: Sequence[Tensor | None]) -> list[Axes]:
-    indices = [*indices, *[None] * (x.ndim - len(indices))]
-    places = [place for place, index in enumerate(indices) if index is not None]
-    axes, out = axes_of(x), outputs[0]
-    if any(indices[place].dtype in (torch.bool, torch.uint8) for place in places):
-        raise NotImplementedError
-    width = max(indices[place].ndim for place in places)
-    for place in places:
-        freeze_axes([axes[place], *axes_of(indices[place])], "its positions are looked up")
-    kept = [place for place in range(x.ndim) if place not in places]
-    rest = meet([(axes, range(x.ndim))], kept)
-    together = places == list(range(places[0], places[-1] + 1))
-    first = places[0] if together else 0
-    return [[*rest[:first], *new_axes(out.shape[first : first + width], "its positions are looked up"), *rest[first:]]]
-
-
-@rule("gather")
-def _gather(axes_of: AxesOf, outputs: Any, x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> list[Axes]:
-    return [_along(axes_of, x, dim, [index], index)]
-
-
-@rule("scatter", "scatter_add", "scatter_reduce")
-def _scatter(
-    axes_of: AxesOf, outputs: Any, x: Tensor, dim: int, index: Tensor, src: Any = None, *args: Any, **kwargs: Any
-) -> list[Axes]:
-    return [_along(axes_of, x, dim, [index, *([src] if isinstance(src, Tensor) else [])], x)]
-
-
-@rule("index_add", "index_copy", "index_reduce")
-def _index_add(
-    axes_of: AxesOf, outputs: Any, x: Tensor, dim: int, index: Tensor, src: Tensor, *args: Any, **kwargs: Any
-) -> list[Axes]:
-    freeze_axes(axes_of(index), "its positions are looked up")
-    return [_along(axes_of, x, dim, [src], x)]
-
-
-def _along(axes_of: AxesOf, x: Tensor, dim: int, others: Sequence[Tensor], result: Tensor) -> Axes:
-    """Meet tensors on all axes but ``dim``, along which positions are looked up."""
-    if x.ndim == 0:
-        return []
-    dim %= x.ndim
-    reason = "its positions are looked up"
-    tensors = [x, *(other for other in others if other.ndim == x.ndim)]
-    operands = []
-    for tensor in tensors:
-        axes = axes_of(tensor)
-        freeze_axes([axes[dim]], reason)
-        # Indices may cover a part of an axis only: the first positions.
-        part = [d for d in range(x.ndim) if d != dim and tensor.shape[d] != x.shape[d]]
-        freeze_axes([axes_of(t)[d] for d in part for t in (x, tensor)], reason)
-        operands.append((axes, [None if d == dim or d in part else d for d in range(x.ndim)]))
-    joined = meet(operands, [None if d == dim else d for d in range(x.ndim)])
-    return [
-        axis if axis.size == size else Axis(fresh(size, reason))
-        for axis, size in zip(joined, result.shape, strict=True)
-    ]
-
-
-@rule("unfold", "im2col")
-def _unfold(axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, dim: Any, *args: Any) -> list[Axes]:
-    if not isinstance(dim, int):
-        raise NotImplementedError
+@rule("unfold")
+def _unfold(axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, dim: int, *args: Any) -> list[Axes]:
     dim %= x.ndim
     freeze_axes([axes_of(x)[dim]], "it is unfolded")
     sizes = outputs[0].shape
     axes = replace_axis(axes_of(x), dim, Axis(fresh(sizes[dim], "it is unfolded")))
     return [[*axes, Axis(fresh(sizes[-1], "it is unfolded"))]]
+
+
+@rule("im2col")
+def _im2col(axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, *args: Any) -> list[Axes]:
+    reason = "it is the space of patches"
+    axes, channel = axes_of(x), x.ndim - 3
+    freeze_axes(axes[channel + 1 :], reason)
+    known = meet([(axes, range(x.ndim))], range(channel + 1))
+    entries, patches = outputs[0].shape[-2:]
+    inside = new_axes([entries // x.shape[channel], patches], reason)
+    return [reshape([*known, *inside], outputs[0].shape)]
+
+
+@rule("col2im")
+def _col2im(axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, *args: Any) -> list[Axes]:
+    reason = "it is the space of patches"
+    *lead, channels, height, width = outputs[0].shape
+    axes = reshape(axes_of(x), [*lead, channels, x.shape[-2] // channels, x.shape[-1]])
+    freeze_axes(axes[-2:], reason)
+    known = meet([(axes, range(len(axes)))], range(len(axes) - 2))
+    return [[*known, *new_axes([height, width], reason)]]
+
+
+@rule("_fft_r2c", "_fft_c2r", "_fft_c2c")
+def _fft(axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, dims: Sequence[int], *args: Any) -> list[Axes]:
+    reason = "it is transformed to frequencies"
+    gone = set(dims_of(dims, x.ndim))
+    freeze_axes([axes_of(x)[dim] for dim in gone], reason)
+    rest = meet([(axes_of(x), range(x.ndim))], [None if dim in gone else dim for dim in range(x.ndim)])
+    return [[new_axes([size], reason)[0] if dim in gone else rest[dim] for dim, size in enumerate(outputs[0].shape)]]

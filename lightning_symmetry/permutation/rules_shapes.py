@@ -9,21 +9,28 @@ from torch import Tensor
 
 from lightning_symmetry.permutation.axes import (
     Axis,
+    array_of,
     cat,
     freeze_axes,
+    meet,
     new_axes,
     replace_axis,
-    reshape,
     select,
     stride,
     take,
     tie,
 )
+from lightning_symmetry.permutation.reshape import reshape
 from lightning_symmetry.permutation.rules import Axes, AxesOf, dims_of, pointwise, rule
 from lightning_symmetry.permutation.terms import UNIT, fresh
 
+_MOST_COPIES = 256  # of entries that are alike, that are told apart
 
-@rule("alias", "detach", "clone", "lift_fresh", "lift_fresh_copy", "_to_copy", "contiguous", "positive", "to")
+
+@rule(
+    *("alias", "detach", "clone", "lift_fresh", "lift_fresh_copy", "_to_copy", "contiguous", "positive", "to"),
+    *("_conj", "_neg_view", "resolve_conj", "resolve_neg"),
+)
 def _same(axes_of: AxesOf, outputs: Any, x: Tensor, *args: Any, **kwargs: Any) -> list[Axes]:
     return [axes_of(x)]
 
@@ -59,9 +66,24 @@ def _transpose(axes_of: AxesOf, outputs: Any, x: Tensor, first: int = -2, second
 @rule("expand", "expand_copy")
 def _expand(axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, *args: Any, **kwargs: Any) -> list[Axes]:
     axes = [Axis(UNIT)] * (outputs[0].ndim - x.ndim) + axes_of(x)
-    return [
-        [axis if axis.size == size else Axis(fresh(size)) for axis, size in zip(axes, outputs[0].shape, strict=True)]
-    ]
+    made: Axes = []
+    for axis, size in zip(axes, outputs[0].shape, strict=True):
+        made.append(axis if axis.size == size else _copies(size, made))
+    return [made]
+
+
+def _copies(size: int, before: Sequence[Axis]) -> Axis:
+    """Return an axis along which all is alike: it may be permuted otherwise for each position of those before.
+
+    Where these have too many positions the longest are left out: all of theirs are permuted alike.
+    """
+    parents: list[Axis] = []
+    count = 1
+    for axis in sorted(before, key=lambda axis: axis.size):
+        if size > 1 and axis.size > 1 and count * axis.size <= _MOST_COPIES:
+            parents.append(axis)
+            count *= axis.size
+    return Axis(array_of([fresh(size) for _ in range(count)], [parent.size for parent in parents]), parents)
 
 
 @rule("repeat")
@@ -88,9 +110,12 @@ def _slice(
 ) -> list[Axes]:
     axes, dim = axes_of(x), dim % x.ndim
     index = slice(start, end, step)
+    first, last, _ = index.indices(x.shape[dim])
+    if step != 1 and last == x.shape[dim] and last % step == 0 and first < step:  # one of each run of `step`
+        runs = reshape(axes, [*x.shape[:dim], last // step, step, *x.shape[dim + 1 :]])
+        return [select(runs, dim + 1, first)]
     if step != 1:
         return [stride(axes, dim, index)]
-    first, _, _ = index.indices(x.shape[dim])
     return [take(axes, dim, first, outputs[0].shape[dim])]
 
 
@@ -172,7 +197,15 @@ def _pixel_shuffle(axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, factor
     *("zeros_like", "ones_like", "full_like", "empty_like", "empty_strided", "new_empty_strided"),
 )
 def _uniform(axes_of: AxesOf, outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Axes]:
-    return [new_axes(output.shape) for output in outputs]
+    return [_unrelated(output.shape) for output in outputs]
+
+
+def _unrelated(shape: Sequence[int]) -> Axes:
+    """Return the axes of a tensor whose entries are all alike."""
+    axes: Axes = []
+    for size in shape:
+        axes.append(_copies(size, axes))
+    return axes
 
 
 @rule("fill", "zero")
@@ -183,3 +216,53 @@ def _fill(axes_of: AxesOf, outputs: Any, x: Tensor, *args: Any, **kwargs: Any) -
 @rule("copy")
 def _copy(axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, source: Tensor, *args: Any) -> list[Axes]:
     return pointwise(axes_of, outputs, [x, source])
+
+
+@rule("diagonal", "diagonal_copy")
+def _diagonal(
+    axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> list[Axes]:
+    dim1, dim2 = dim1 % x.ndim, dim2 % x.ndim
+    axes = axes_of(x)
+    rest = [dim for dim in range(x.ndim) if dim not in (dim1, dim2)]
+    if offset or x.shape[dim1] != x.shape[dim2]:
+        freeze_axes([axes[dim1], axes[dim2]], "it is read along a shifted diagonal")
+        kept = meet([(axes, [None if dim in (dim1, dim2) else dim for dim in range(x.ndim)])], rest)
+        return [[*kept, Axis(fresh(outputs[0].shape[-1], "it is read along a shifted diagonal"))]]
+    return [meet([(axes, ["d" if dim in (dim1, dim2) else dim for dim in range(x.ndim)])], [*rest, "d"])]
+
+
+@rule("trace")
+def _trace(axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor) -> list[Axes]:
+    meet([(axes_of(x), ["d", "d"])], [])
+    return [[]]
+
+
+@rule("view_as_real", "view_as_real_copy")
+def _view_as_real(axes_of: AxesOf, outputs: Any, x: Tensor) -> list[Axes]:
+    return [[*axes_of(x), Axis(fresh(2, "it holds real and imaginary parts"))]]
+
+
+@rule("view_as_complex", "view_as_complex_copy")
+def _view_as_complex(axes_of: AxesOf, outputs: Any, x: Tensor) -> list[Axes]:
+    axes = axes_of(x)
+    freeze_axes(axes[-1:], "it holds real and imaginary parts")
+    return [meet([(axes, [*range(x.ndim - 1), None])], range(x.ndim - 1))]
+
+
+@rule("diag_embed")
+def _diag_embed(
+    axes_of: AxesOf, outputs: Sequence[Tensor], x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1
+) -> list[Axes]:
+    first, second = sorted(dim % outputs[0].ndim for dim in (dim1, dim2))
+    axes = tie(axes_of(x), [x.ndim - 1])
+    if offset:
+        freeze_axes(axes[-1:], "it becomes a shifted diagonal")
+        rest = meet([(axes, range(x.ndim))], range(x.ndim - 1))
+        rows, columns = new_axes([outputs[0].shape[first]] * 2, "it becomes a shifted diagonal")
+    else:
+        *rest, rows = axes
+        columns = Axis(rows.table, rows.parents)
+    rest.insert(first, rows)
+    rest.insert(second, columns)
+    return [rest]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,8 +140,14 @@ class PermutationSpec:
             ValueError: If a group does not exist, a permutation is none, or a tensor has another shape.
         """
         self.check(permutations)
-        check_shapes(self.shapes, {name: tensor.shape for name, tensor in state_dict.items()}, "the traced network")
-        return {name: self.permute(name, tensor.detach().clone(), permutations) for name, tensor in state_dict.items()}
+        tensors = {name: tensor for name, tensor in state_dict.items() if isinstance(tensor, Tensor)}
+        check_shapes(self.shapes, {name: tensor.shape for name, tensor in tensors.items()}, "the traced network")
+        found = OrderedDict(state_dict)
+        if hasattr(state_dict, "_metadata"):
+            found._metadata = state_dict._metadata  # versions, which some modules ask for when they load
+        for name, tensor in tensors.items():
+            found[name] = self.permute(name, tensor.detach().clone(), permutations)
+        return found
 
     def permute(self, name: str, tensor: Tensor, permutations: Permutations) -> Tensor:
         """Return one tensor of the state dict in its new order; the tensor itself where nothing moves."""
@@ -171,7 +178,8 @@ class PermutationSpec:
                 raise ValueError(self._no_such_group(name))
             size = self.groups[name].size
             whole = torch.arange(size)
-            if permutation.shape != whole.shape or not torch.equal(permutation.sort().values.cpu(), whole):
+            integers = permutation.shape == whole.shape and not permutation.is_floating_point()
+            if not integers or not torch.equal(permutation.cpu().long().sort().values, whole):
                 raise ValueError(
                     f"Expected a permutation of {size} units for the group {name!r} but got {permutation}."
                 )
@@ -255,7 +263,7 @@ def trace_permutations(net: nn.Module, example_input: Any = None) -> Permutation
         for key in module.state_dict(keep_vars=True)
     }
     shown = trace(net, example_of(net, example_input), frozen)
-    return make_spec(shown, {name: t.shape for name, t in net.state_dict().items()}, tuple(fixed))
+    return make_spec(shown, {n: t.shape for n, t in net.state_dict().items() if isinstance(t, Tensor)}, tuple(fixed))
 
 
 def make_spec(shown: Trace, shapes: dict[str, torch.Size], fixed: tuple[str, ...]) -> PermutationSpec:

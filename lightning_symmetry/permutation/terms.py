@@ -181,7 +181,8 @@ def _unify_atom(a: Atom, b: Term) -> None:
         return
     a.link = b
     for atom in inside:
-        atom.functions |= a.functions
+        if atom.size > 1:
+            atom.functions |= a.functions
 
 
 def _boundaries(term: Term) -> list[int]:

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_symmetry.permutation import rules_reductions, rules_shapes  # noqa: F401 (they register rules)
-from lightning_symmetry.permutation.axes import Axis, freeze_axes, new_axes
+from lightning_symmetry.permutation import (  # noqa: F401 (they register rules)
+    rules_lookups,
+    rules_norms,
+    rules_reductions,
+    rules_shapes,
+)
+from lightning_symmetry.permutation.axes import Axis, freeze_axes, meet, new_axes
 from lightning_symmetry.permutation.functions import NORMS, PRODUCTS, RESHAPES, UNTAGGED, function_name
+from lightning_symmetry.permutation.memory import Memory, attributes_kept, reader, state_axes
 from lightning_symmetry.permutation.rules import RULES, pointwise
 from lightning_symmetry.permutation.rules_products import scaled_dot_product
+from lightning_symmetry.permutation.running import DynamicNetworkError, run_plainly, tensors_in
 from lightning_symmetry.permutation.terms import atoms
-from lightning_symmetry.surgery import call, evaluating
 
+_ATTENTION = "_scaled_dot_product"
 _READS_VALUES = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "unique", "_unique2"}
+_READS_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CONSTANT = "it is a constant that is neither parameter nor buffer"
-
-
-class DynamicNetworkError(ValueError):
-    """The network's computation depends on the values that flow through it."""
 
 
 @dataclasses.dataclass
@@ -75,11 +80,9 @@ class Tracer(TorchDispatchMode):
     def __init__(self, parameters: Sequence[tuple[Tensor, str, list[Axis]]], inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self._axes: Any = WeakIdKeyDictionary()
-        self._real: Any = WeakIdKeyDictionary()  # depends on parameters or on real-valued inputs
-        self._flows: Any = WeakIdKeyDictionary()  # depends on an input
         self._source: Any = WeakIdKeyDictionary()  # the parameter that a tensor is, but for its shape
         self._producer: Any = WeakIdKeyDictionary()  # the weight whose product a tensor is
-        self._storages: dict[int, list[Axis]] = {}
+        self.memory = Memory()
         self.used: set[int] = set()
         self.modules: list[str] = []
         self.frozen_by: dict[str, list[str]] = {}
@@ -87,17 +90,12 @@ class Tracer(TorchDispatchMode):
         self.normalised: list[tuple[str, str]] = []
         self._depth = 0
         for tensor, name, axes in parameters:
-            self._know(tensor, axes, flows=False)
+            self._axes[tensor] = axes
             self._source[tensor] = name
-            if tensor.numel() and tensor.layout == torch.strided:
-                self._storages.setdefault(tensor.untyped_storage().data_ptr(), []).extend(axes)
+            self.memory.keep(tensor, axes, flows=False)
         for tensor in inputs:
-            self._know(tensor, new_axes(tensor.shape, "it belongs to the input"), flows=True)
-
-    def _know(self, tensor: Tensor, axes: list[Axis], flows: bool) -> None:
-        self._axes[tensor] = axes
-        self._real[tensor] = tensor.is_floating_point() or tensor.is_complex()
-        self._flows[tensor] = flows
+            self._axes[tensor] = new_axes(tensor.shape, "it belongs to the input")
+            self.memory.keep(tensor, self._axes[tensor], flows=True)
 
     @property
     def where(self) -> str:
@@ -105,62 +103,79 @@ class Tracer(TorchDispatchMode):
         return (self.modules[-1] if self.modules else "") or "the network itself"
 
     def axes_of(self, tensor: Tensor) -> list[Axis]:
-        """Return the axes of a tensor; those of one that was not seen before are frozen."""
+        """Return the axes of a tensor; those of one that was not seen before are frozen, and all that it shows."""
         self.used.add(id(tensor))
         axes = self._axes.get(tensor)
         if axes is None:
             axes = self._axes[tensor] = new_axes(tensor.shape, _CONSTANT)
-            if tensor.layout == torch.strided and tensor.numel():
-                aliased = self._storages.get(tensor.untyped_storage().data_ptr(), [])
-                freeze_axes(aliased, "it is read through a view that was made before the forward pass")
+            freeze_axes(self.memory.of(tensor).axes, "it is read through a view that was made unseen")
         return axes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and follow the axes through it."""
         kwargs = kwargs or {}
         name, in_place = operation(func)
-        tensors = tensors_in((args, kwargs))
-        if name in _READS_VALUES or (name == "index" and _has_boolean(args[1])):
-            self._check_values(name, tensors)
-        elementwise = torch.Tag.pointwise in func.tags or name in UNTAGGED
-        if not (name in RULES or elementwise or in_place or name.startswith("_scaled_dot_product")) and tensors:
+        about = _about(func)
+        self.memory.write(about.written(name, args, kwargs))
+        targets = {key: value for key, value in kwargs.items() if key in about.out}
+        rest = {key: value for key, value in kwargs.items() if key not in about.out}
+        tensors = tensors_in((args, rest))
+        if about.reads:
+            self.check_values(name, _read(name, args, tensors))
+        known = name in RULES or about.elementwise or name.startswith(_ATTENTION)
+        if not (known or in_place or targets) and tensors:
             out = self._decompose(func, args, kwargs)
             if out is not NotImplemented:
                 if self._depth == 0:
                     made = tensors_in(out)
-                    flows = any(self._flows.get(tensor, False) for tensor in made)
+                    flows = any(self.memory.of(tensor).flows for tensor in made)
                     self.calls.append(Call(name, self.where, [self.axes_of(t) for t in made], flows, False))
                 return out
-        if name == "as_strided" and _keeps_layout(*args):
-            name, tensors = "alias", tensors[:1]
         out = func(*args, **kwargs)
         outputs = tensors_in(out)
-        made = self._apply(name, elementwise, outputs, tensors, args, kwargs)
+        made = self._apply(func, name, outputs, tensors, args, rest)
+        if targets:
+            made = [self._written_to(axes, output) for axes, output in zip(made, outputs, strict=True)]
+        real = any([self.memory.of(tensor).real for tensor in tensors])
+        flows = any([self.memory.of(tensor).flows for tensor in tensors])
         for output, axes in zip(outputs, made, strict=True):
             self._axes[output] = axes
-            self._real[output] = any(self._real.get(tensor, False) for tensor in tensors)
-            self._flows[output] = any(self._flows.get(tensor, False) for tensor in tensors)
-        self._note(name, elementwise, outputs, tensors, made, args)
+            stored = self.memory.of(output)
+            stored.real |= real
+            stored.flows |= flows
+            stored.axes = stored.axes or axes
+        self._note(name, about.elementwise, outputs, tensors, made, args)
         return out
 
     def _apply(
-        self, name: str, elementwise: bool, outputs: list[Tensor], tensors: list[Tensor], args: Any, kwargs: Any
+        self, func: Any, name: str, outputs: list[Tensor], tensors: list[Tensor], args: Any, kwargs: Any
     ) -> list[list[Axis]]:
-        rule = RULES.get(name)
-        if rule is None and name.startswith("_scaled_dot_product"):
-            rule = scaled_dot_product
+        """Return the axes of what an operation has made; where its rule fails, all is frozen, which is correct."""
+        made = None
         try:
-            if rule is not None:
-                return rule(self.axes_of, outputs, *args, **kwargs)
-            if elementwise:
-                return pointwise(self.axes_of, outputs, tensors) if tensors else [new_axes(o.shape) for o in outputs]
-        except NotImplementedError:
-            pass
+            if name.startswith(_ATTENTION):
+                names = [argument.name for argument in func._schema.arguments]
+                made = scaled_dot_product(self.axes_of, outputs, **dict(zip(names, args, strict=False)), **kwargs)
+            elif name == "as_strided" and _keeps_layout(*args):
+                made = [self.axes_of(args[0])]
+            elif name in RULES:
+                made = RULES[name](self.axes_of, outputs, *args, **kwargs)
+            elif _about(func).elementwise:
+                made = pointwise(self.axes_of, outputs, tensors) if tensors else [new_axes(o.shape) for o in outputs]
+        except Exception:  # an overload or a case for which the rule was not made
+            made = None
+        if made is not None and [[a.size for a in axes] for axes in made] == [list(o.shape) for o in outputs]:
+            return made
         reason = f"{name} in {self.where} cannot be seen through"
         free = [freeze_axes(self.axes_of(tensor), reason) for tensor in tensors]
         if any(free):
             self.frozen_by.setdefault(name, []).append(self.where)
         return [new_axes(output.shape, reason) for output in outputs]
+
+    def _written_to(self, axes: list[Axis], target: Tensor) -> list[Axis]:
+        """Return the axes of a result that is written into a tensor, perhaps a view of another."""
+        before = self.axes_of(target)
+        return meet([(axes, range(len(axes))), (before, range(len(axes)))], range(len(axes)))
 
     def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation as the simpler ones that it stands for, if it does."""
@@ -171,11 +186,18 @@ class Tracer(TorchDispatchMode):
         try:
             with self:
                 return func.decompose(*args, **kwargs) if simpler is None else simpler(*args, **kwargs)
+        except Exception:  # the operation itself says what is wrong, or runs where its decomposition does not
+            return NotImplemented
         finally:
             self._depth -= 1
 
-    def _check_values(self, name: str, tensors: list[Tensor]) -> None:
-        if any(self._real.get(tensor, False) for tensor in tensors):
+    def check_values(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Check that values that the network reads do not depend on its parameters or real-valued inputs.
+
+        Raises:
+            DynamicNetworkError: If they do.
+        """
+        if any([self.memory.of(tensor).real for tensor in tensors]):
             raise DynamicNetworkError(
                 f"The network reads values that depend on its parameters or its input ({name.strip('_')} in "
                 f"{self.where}), so that its computation may change with them: one forward pass does not show its "
@@ -192,8 +214,8 @@ class Tracer(TorchDispatchMode):
         args: Any,
     ) -> None:
         """Remember what matters besides the axes: functions that act along them, new units, normalisations."""
-        flowing = [tensor for tensor in tensors if self._flows.get(tensor, False)]
-        produced = name in PRODUCTS or name.startswith("_scaled_dot_product") or (name == "add" and len(flowing) > 1)
+        flowing = [tensor for tensor in tensors if self.memory.of(tensor).flows]
+        produced = name in PRODUCTS or name.startswith(_ATTENTION) or (name == "add" and len(flowing) > 1)
         if self._depth == 0:
             self.calls.append(Call(name, self.where, made, bool(flowing), produced and bool(flowing)))
         if not flowing:
@@ -206,7 +228,8 @@ class Tracer(TorchDispatchMode):
         function = function_name(name, elementwise, args, len(flowing), [t in self._source for t in tensors])
         if function is not None:
             for atom in {atom for axes in made for axis in axes for term in axis.terms for atom in atoms(term)}:
-                atom.functions.add(function)
+                if atom.size > 1:
+                    atom.functions.add(function)
         weights = [self._source[t] for t in tensors if t in self._source and t.ndim > 1]
         for output in outputs:
             if name in PRODUCTS and weights:
@@ -227,93 +250,38 @@ def trace(net: nn.Module, example_input: Any, frozen: Mapping[str, str]) -> Trac
         DynamicNetworkError: If the computation depends on the values that flow through it.
         ValueError: If the network cannot be called with the example input.
     """
-    state: dict[str, Tensor] = net.state_dict(keep_vars=True)
-    axes: dict[int, list[Axis]] = {}
-    parameters = []
+    state = {name: tensor for name, tensor in net.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     for name, tensor in state.items():
-        if id(tensor) not in axes:
-            axes[id(tensor)] = new_axes(tensor.shape)
-            parameters.append((tensor, name, axes[id(tensor)]))
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise ValueError(
+                f"{name} has no shape yet: call {type(net).__name__} once before its symmetries are traced."
+            )
+    hidden = [(buffer, name) for name, buffer in net.named_buffers() if name not in state]
+    axes = state_axes(state, [buffer for buffer, _ in hidden])
+    for name, tensor in state.items():
         if name in frozen:
             freeze_axes(axes[id(tensor)], frozen[name])
         elif not tensor.is_floating_point() and not tensor.is_complex():
             freeze_axes(axes[id(tensor)], "it holds no real numbers")
-    others = [
-        (b, n, new_axes(b.shape, "it is not in the state dict")) for n, b in net.named_buffers() if n not in state
-    ]
-    tracer = Tracer([*parameters, *others], tensors_in(example_input))
-    output = run_plainly(net, example_input, tracer)
+    known = {id(tensor): (tensor, name, axes[id(tensor)]) for name, tensor in reversed(state.items())}
+    constants = [(b, n, new_axes(b.shape, "it is not in the state dict")) for b, n in hidden if id(b) not in axes]
+    tracer = Tracer([*known.values(), *constants], tensors_in(example_input))
+    with attributes_kept(net):
+        try:
+            with reader(tracer.check_values):
+                output = run_plainly(net, example_input, tracer)
+        finally:
+            tracer.memory.restore()
     results = tensors_in(output)
     if not results:
         raise ValueError(f"{type(net).__name__} returned no tensor but {type(output).__name__}.")
     for result in results:
         freeze_axes(tracer.axes_of(result), "it belongs to the output")
-    for tensor, _, own in parameters:
-        if id(tensor) not in tracer.used:
+    used = {id(axes[tensor]) for tensor in tracer.used if tensor in axes}
+    for own in axes.values():
+        if id(own) not in used:
             freeze_axes(own, "the network does not use it with this input")
     return Trace({name: axes[id(t)] for name, t in state.items()}, tracer.frozen_by, tracer.calls, tracer.normalised)
-
-
-def run_plainly(net: nn.Module, example_input: Any, mode: TorchDispatchMode) -> Any:
-    """Run a network under a dispatch mode, in evaluation mode, by the same operations every time.
-
-    Raises:
-        ValueError: If the network cannot be called with the input.
-    """
-    stack = getattr(mode, "modules", [])
-    with evaluating(net), _plain_attention(), torch.compiler.set_stance("force_eager"), _module_names(net, stack), mode:
-        try:
-            return call(net, example_input)
-        except (DynamicNetworkError, KeyboardInterrupt):
-            raise
-        except Exception as error:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(example_input)) or "no tensor"
-            raise ValueError(
-                f"{type(net).__name__} cannot be called with the example input ({shapes}), in "
-                f"{(stack[-1] if stack else '') or 'the network itself'}: {error}"
-            ) from error
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Keep transformer layers from their fused evaluation path."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-@contextmanager
-def _module_names(net: nn.Module, stack: list[str]) -> Iterator[None]:
-    """Keep the names of the running modules on a stack."""
-
-    def leave(*_: Any) -> None:
-        stack.pop()
-
-    handles = []
-    for name, module in net.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
-        handles.append(module.register_forward_hook(leave))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, dataclasses and graphs, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [tensor for part in value.values() for tensor in tensors_in(part)]
-    if isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in tensors_in(part)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return tensors_in(vars(value))
-    return tensors_in(value.to_dict()) if hasattr(value, "to_dict") else []
 
 
 def operation(func: Any) -> tuple[str, bool]:
@@ -329,5 +297,43 @@ def _keeps_layout(x: Tensor, size: Sequence[int], strides: Sequence[int], offset
     return list(size) == list(x.shape) and same and offset in (None, x.storage_offset())
 
 
-def _has_boolean(indices: Any) -> bool:
-    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+@dataclasses.dataclass(frozen=True)
+class _About:
+    """What the schema of an operation says.
+
+    Attributes:
+        elementwise: Whether it is an elementwise function.
+        reads: Whether its result, or the shape of it, shows values to Python.
+        writes: Names and places of the arguments that are written to.
+        out: Names of those that only receive the result.
+    """
+
+    elementwise: bool
+    reads: bool
+    writes: tuple[tuple[int, str], ...]
+    out: frozenset[str]
+
+    def written(self, name: str, args: Any, kwargs: Any) -> list[Tensor]:
+        """Return the tensors that a call writes to."""
+        if "batch_norm" in name and True in args[5:6]:  # the running statistics, which the schema may not mention
+            return tensors_in(args[3:5])
+        return tensors_in([args[at] if at < len(args) else kwargs.get(key) for at, key in self.writes])
+
+
+@cache
+def _about(func: Any) -> _About:
+    name, _ = operation(func)
+    arguments = list(enumerate(func._schema.arguments))
+    return _About(
+        torch.Tag.pointwise in func.tags or name in UNTAGGED,
+        name in _READS_VALUES or not _READS_TAGS.isdisjoint(func.tags),
+        tuple((at, a.name) for at, a in arguments if a.alias_info is not None and a.alias_info.is_write),
+        frozenset(a.name for _, a in arguments if a.is_out),
+    )
+
+
+def _read(name: str, args: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the tensors whose values an operation shows."""
+    if name == "index":
+        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    return args[1:2] if name == "masked_select" else tensors
