@@ -32,6 +32,8 @@ from lightning_symmetry.networks import GNN, MLP, ResNet, ResNet20, ResNet110
 # Find permutation symmetries and align
 from lightning_symmetry.permutation import (
     Alignment,
+    DynamicNetworkError,
+    NotEquivalentError,
     PermutationSpec,
     align,
     check_equivalence,
@@ -54,9 +56,11 @@ __all__ = [
     "AsymmetricModule",
     "DigitsData",
     "DigitsGraph",
+    "DynamicNetworkError",
     "EmbeddedMLP",
     "FiGLU",
     "LinearInterpolation",
+    "NotEquivalentError",
     "PathResult",
     "PermutationSpec",
     "PlanetoidData",

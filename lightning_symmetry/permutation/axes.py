@@ -54,14 +54,13 @@ class Axis:
             return self
         table, kept = self.table, list(self.parents)
         for parent in gone:
-            if parent in kept:
-                place = kept.index(parent)
-                for line in np.moveaxis(table, place, -1).reshape(-1, table.shape[place]):
-                    for other in line[1:]:
-                        unify(line[0], other)
-                table = table.take(0, place)
-                table = table if isinstance(table, np.ndarray) else array_of([table], ())
-                kept.pop(place)
+            place = kept.index(parent)
+            for line in np.moveaxis(table, place, -1).reshape(-1, table.shape[place]):
+                for other in line[1:]:
+                    unify(line[0], other)
+            table = table.take(0, place)
+            table = table if isinstance(table, np.ndarray) else array_of([table], ())
+            kept.pop(place)
         return Axis(table, kept)
 
     def settled(self) -> Axis:

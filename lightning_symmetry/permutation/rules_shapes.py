@@ -24,7 +24,7 @@ from lightning_symmetry.permutation.reshape import reshape
 from lightning_symmetry.permutation.rules import Axes, AxesOf, dims_of, pointwise, rule
 from lightning_symmetry.permutation.terms import UNIT, fresh
 
-_MOST_COPIES = 256  # of entries that are alike, that are told apart
+_MOST_COPIES = 64  # of entries that are alike, that are told apart
 
 
 @rule(

@@ -16,10 +16,11 @@ _MOST_BLOCKS = 1024  # blocks that are told apart; of more all are permuted with
 
 
 class Term:
-    """An index set of ``size`` positions."""
+    """An index set of ``size`` positions; ``still`` once it is known that none may be permuted."""
 
-    __slots__ = ("size",)
+    __slots__ = ("size", "still")
     size: int
+    still: bool
 
 
 class Atom(Term):
@@ -35,6 +36,7 @@ class Atom(Term):
 
     def __init__(self, size: int, frozen: str | None = None) -> None:
         self.size = size
+        self.still = False
         self.frozen = frozen
         self.link: Term | None = None
         self.functions: set[str] = set()
@@ -48,6 +50,7 @@ class Concat(Term):
     def __init__(self, parts: Sequence[Term]) -> None:
         self.parts = tuple(parts)
         self.size = sum(part.size for part in parts)
+        self.still = False
 
 
 class Tree(Term):
@@ -59,6 +62,7 @@ class Tree(Term):
         self.outer = outer
         self.inners = tuple(inners)
         self.size = outer.size * self.inners[0].size
+        self.still = False
 
     def inner(self, block: int) -> Term:
         """Return how a block is permuted within."""
@@ -113,11 +117,15 @@ def atoms(term: Term) -> Iterator[Atom]:
 
 def is_frozen(term: Term) -> bool:
     """Whether no position may be permuted."""
-    return all(atom.frozen is not None or atom.size <= 1 for atom in atoms(term))
+    term = find(term)
+    term.still = term.still or all(atom.frozen is not None or atom.size <= 1 for atom in atoms(term))
+    return term.still
 
 
 def freeze(term: Term, reason: str) -> None:
     """Forbid to permute any position."""
+    if find(term).still:
+        return
     for atom in atoms(term):
         if atom.frozen is None:
             atom.frozen = reason
@@ -131,7 +139,8 @@ def key(term: Term) -> tuple:
     if is_frozen(term):
         return "frozen", term.size
     if isinstance(term, Concat):
-        return ("concat", *map(key, term.parts))
+        keys = [key(part) for part in term.parts]
+        return ("concat", *(flat for own in keys for flat in (own[1:] if own[0] == "concat" else [own])))
     inners = [key(inner) for inner in term.inners]
     if len(set(inners)) == 1:
         inners = inners[:1]

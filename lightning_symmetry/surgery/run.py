@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def call(net: nn.Module, example_input: Any) -> Any:
@@ -20,19 +20,30 @@ def call(net: nn.Module, example_input: Any) -> Any:
 
 
 def example_of(net: nn.Module, example_input: Any) -> Any:
-    """Return the example input, by default the network's ``example_input_array``.
+    """Return the example input; by default the network's ``example_input_array``, in its type and on its device.
 
     Raises:
         ValueError: If there is neither.
     """
-    if example_input is None:
-        example_input = getattr(net, "example_input_array", None)
+    if example_input is not None:
+        return example_input
+    example_input = getattr(net, "example_input_array", None)
     if example_input is None:
         raise ValueError(
             f"{type(net).__name__} has no `example_input_array`: give `example_input`, a tensor or a tuple or "
             "dictionary of arguments that the network can be called with."
         )
-    return example_input
+    like = next((p for p in net.parameters() if p.is_floating_point()), None)
+    return example_input if like is None else _like(example_input, like)
+
+
+def _like(value: Any, like: Tensor) -> Any:
+    """Bring the tensors of an example to the device, and real-valued ones to the type, of a parameter."""
+    if isinstance(value, Tensor):
+        return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
+    if isinstance(value, Mapping):
+        return {key: _like(part, like) for key, part in value.items()}
+    return tuple(_like(part, like) for part in value) if isinstance(value, tuple | list) else value
 
 
 @contextmanager
