@@ -92,8 +92,8 @@ def test_weight_matching(case: str) -> None:
     whole = median_seconds(lambda: align(b, to=a, example_input=example))
     print(
         f"\n{case}: {seconds:.3f} s to match ({whole:.3f} s to align, traced and checked); "
-        f"objective {found.before:.1f} -> {found.after:.1f}; plain descent {plain_seconds:.3f} s each, {statistics.mean(plain):.1f} "
-        f"(deviation {statistics.stdev(plain):.1f}, best {max(plain):.1f})"
+        f"objective {found.before:.1f} -> {found.after:.1f}; plain descent {plain_seconds:.3f} s each, "
+        f"{statistics.mean(plain):.1f} (deviation {statistics.stdev(plain):.1f}, best {max(plain):.1f})"
     )
     assert found.after >= statistics.mean(plain)
     assert seconds <= limit
