@@ -29,16 +29,19 @@ from lightning_symmetry.modules import AsymmetricModule, SupervisedModule, warmu
 # The papers' networks
 from lightning_symmetry.networks import GNN, MLP, ResNet, ResNet20, ResNet110
 
-# Find permutation symmetries and align
+# Find and certify symmetries, and align
 from lightning_symmetry.permutation import (
     Alignment,
     DynamicNetworkError,
     NotEquivalentError,
     PermutationSpec,
+    SymmetryReport,
     align,
     check_equivalence,
+    effective_asymmetry,
     match_activations,
     match_weights,
+    symmetries,
     trace_permutations,
 )
 
@@ -68,10 +71,12 @@ __all__ = [
     "ResNet20",
     "ResNet110",
     "SupervisedModule",
+    "SymmetryReport",
     "VisionData",
     "align",
     "asymmetrize",
     "check_equivalence",
+    "effective_asymmetry",
     "embed",
     "evaluate_path",
     "fixed_fraction",
@@ -81,6 +86,7 @@ __all__ = [
     "num_trainable",
     "parameter_distance",
     "repair",
+    "symmetries",
     "trace_permutations",
     "warmup",
 ]
