@@ -21,7 +21,15 @@ from lightning_symmetry.callbacks import LinearInterpolation
 from lightning_symmetry.data import ArxivData, DigitsData, DigitsGraph, PlanetoidData, VisionData
 
 # Measure the loss landscape
-from lightning_symmetry.landscape import PathResult, evaluate_path, interpolate, parameter_distance, repair
+from lightning_symmetry.landscape import (
+    PathResult,
+    evaluate_path,
+    graph_step,
+    interpolate,
+    parameter_distance,
+    repair,
+    supervised_step,
+)
 
 # LightningModules
 from lightning_symmetry.modules import AsymmetricModule, SupervisedModule, warmup
@@ -80,12 +88,14 @@ __all__ = [
     "embed",
     "evaluate_path",
     "fixed_fraction",
+    "graph_step",
     "interpolate",
     "match_activations",
     "match_weights",
     "num_trainable",
     "parameter_distance",
     "repair",
+    "supervised_step",
     "symmetries",
     "trace_permutations",
     "warmup",

@@ -89,6 +89,8 @@ class Setting:
         align: How Git Re-Basin matches the units.
         num_points: Points on the segment.
         batch_norm: Running statistics on the segment.
+        exchanges: Pairs of units of each layer that are exchanged to measure how asymmetric a network is in practice
+            (on up to 1,000 test samples); 0 for none.
         devices: Devices of each training; more than one runs the trainings one after the other.
         workers: Processes of one thread each, 0 for none; default: one a core, none on an accelerator.
         out_dir: Folder for TensorBoard logs, weights, results and the figure.
@@ -119,6 +121,7 @@ class Setting:
     align: Literal["weights", "activations"] = "weights"
     num_points: int = 25
     batch_norm: Literal["keep", "recompute", "repair"] = "keep"
+    exchanges: int = 20
     devices: int = 1
     workers: int | None = None
     out_dir: str = "runs/linear_mode_connectivity"
@@ -217,15 +220,38 @@ def train_pair(setting: Setting, kind: Kind, pair: int, tick: Callable[[int], An
         for split in ("test", "train")
     }
     run(folder=folder / "b", seed=seeds[1], callbacks=[Ticks(tick), *paths.values()])
+    asymmetry = effective_asymmetry(setting, first.net) if setting.exchanges else None
     results = []
     for name in measured(setting, kind):
         result = {split: paths[name, split].result.to_dict() for split in ("test", "train")}
         result.update(kind=name, pair=pair, seeds=seeds, distance=paths[name, "test"].distance)
+        result["effective_asymmetry"] = asymmetry
         if (alignment := paths[name, "test"].alignment) is not None:
             result["alignment"] = {"before": alignment.before, "after": alignment.after, "seconds": alignment.seconds}
         results.append(result)
     save_json(folder / "result.json", results)
     return results
+
+
+def effective_asymmetry(setting: Setting, net: torch.nn.Module) -> float:
+    """Return the mean absolute change of the test loss when two hidden units are exchanged, constants staying put."""
+    data = make_data(setting)
+    data.setup("test")
+    batches, count = [], 0
+    for batch in data.eval_dataloader("test"):
+        batches.append(batch)
+        count += len(batch[1]) if isinstance(batch, tuple | list) else 1000
+        if count >= 1000:
+            break
+    graph = hasattr(batches[0], "edge_index")
+    found = ls.effective_asymmetry(
+        net,
+        batches,
+        pairs=setting.exchanges,
+        step=ls.graph_step("test_mask") if graph else ls.supervised_step,
+        progress=False,
+    )
+    return sum(found.mean.values()) / len(found.mean)
 
 
 def measured(setting: Setting, kind: Kind) -> list[Kind]:
@@ -256,6 +282,7 @@ def summarise(setting: Setting, results: list[dict[str, Any]]) -> str:
                 f"{min(test):.1f}",
                 mean_and_deviation([a - b for a, b in zip(train, test, strict=True)], 1),
                 f"{sum(r['distance'] for r in mine) / len(mine):.2e}",
+                "-" if not setting.exchanges else f"{sum(r['effective_asymmetry'] for r in mine) / len(mine):.1e}",
             ]
         )
     header = [
@@ -267,6 +294,7 @@ def summarise(setting: Setting, results: list[dict[str, Any]]) -> str:
         "lowest %",
         "train - test %",
         "distance/parameter",
+        "exchange of units",
     ]
     return table(header, rows)
 

@@ -16,7 +16,6 @@ from torchmetrics.classification import MulticlassAccuracy
 import lightning_symmetry as ls
 from lightning_symmetry.landscape import NothingToRepairError
 from lightning_symmetry.landscape.batches import to_device
-from lightning_symmetry.landscape.steps import graph_step, supervised_step
 from lightning_symmetry.permutation.activations import first_of_batch
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class Ensemble(nn.Module):
 
 def call(net: nn.Module, batch: Any, split: str = "test") -> tuple[Tensor, Tensor]:
     """Return output and target of a batch."""
-    return (graph_step(f"{split}_mask") if hasattr(batch, "edge_index") else supervised_step)(net, batch)
+    return (ls.graph_step(f"{split}_mask") if hasattr(batch, "edge_index") else ls.supervised_step)(net, batch)
 
 
 class Merge:
