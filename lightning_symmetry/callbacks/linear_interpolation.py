@@ -260,7 +260,7 @@ class LinearInterpolation(Callback):
                 continue
             for quantity, values in curves.items():
                 figure = self.result.plot(quantity)
-                figure.axes[0].set_title(f"{self.split} {quantity} from the reference to the trained network")
+                figure.axes[0].set_title(f"{self.split} {quantity}, reference to trained")
                 logger.experiment.add_figure(f"{self.name}/{quantity}_path", figure, trainer.global_step)
                 for alpha, value in zip(self.positions.tolist(), values.tolist(), strict=True):
                     logger.experiment.add_scalar(f"{self.name}/{quantity}_curve", value, round(100 * alpha))
