@@ -220,6 +220,8 @@ class PermutationSpec:
             *(["not permuted:"] if still else []),
             *(f"  {name}: {reason}" for name, reason in still.items()),
         ]
+        if self.trace.tied:
+            lines += ["permuted alike, though each could be by itself:", *(f"  {what}" for what in self.trace.tied)]
         for operation, modules in self.frozen_by.items():
             lines.append(f"no rule for {operation} (in {', '.join(sorted(set(modules)))}): what it touches is frozen")
         return "\n".join(lines)

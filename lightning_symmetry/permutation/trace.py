@@ -61,12 +61,14 @@ class Trace:
         frozen_by: Operations without a rule, with the modules in which they froze something.
         calls: The operations in order.
         normalised: Weights whose product is directly normalised, each with the kind of normalisation.
+        tied: What is permuted alike in several blocks although each could be by itself.
     """
 
     axes: dict[str, list[Axis]]
     frozen_by: dict[str, list[str]]
     calls: list[Call]
     normalised: list[tuple[str, str]]
+    tied: list[str]
 
 
 class Tracer(TorchDispatchMode):
@@ -88,6 +90,7 @@ class Tracer(TorchDispatchMode):
         self.frozen_by: dict[str, list[str]] = {}
         self.calls: list[Call] = []
         self.normalised: list[tuple[str, str]] = []
+        self.tied: list[str] = []
         self._depth = 0
         for tensor, name, axes in parameters:
             self._axes[tensor] = axes
@@ -223,6 +226,8 @@ class Tracer(TorchDispatchMode):
                 for output in outputs:
                     self._source[output] = self._source[tensors[0]]
             return
+        if name == "convolution" and args[8] > 1 and args[1].shape[1] > 1:
+            self.tied.append(f"{self.where}: the channels within each of its {args[8]} groups of inputs")
         if name in NORMS and flowing[0] in self._producer:
             self.normalised.append((self._producer[flowing[0]], NORMS[name]))
         function = function_name(name, elementwise, args, len(flowing), [t in self._source for t in tensors])
@@ -281,7 +286,10 @@ def trace(net: nn.Module, example_input: Any, frozen: Mapping[str, str]) -> Trac
     for own in axes.values():
         if id(own) not in used:
             freeze_axes(own, "the network does not use it with this input")
-    return Trace({name: axes[id(t)] for name, t in state.items()}, tracer.frozen_by, tracer.calls, tracer.normalised)
+    seen = {name: axes[id(tensor)] for name, tensor in state.items()}
+    blockwise = [name for name, own in seen.items() if any(axis.settled().parents for axis in own)]
+    tied = [*tracer.tied, *(f"{name}: the entries within blocks of another of its axes" for name in blockwise)]
+    return Trace(seen, tracer.frozen_by, tracer.calls, tracer.normalised, tied)
 
 
 def operation(func: Any) -> tuple[str, bool]:

@@ -262,3 +262,11 @@ def test_another_architecture_is_named():
     state["linears.0.weight"] = torch.zeros(5, 7)
     with pytest.raises(ValueError, match=r"linears\.0\.weight has shape \(5, 7\) and not \(5, 3\)"):
         spec.apply(state, {})
+
+
+def test_the_report_says_what_is_tied() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    report = trace_permutations(net, torch.zeros(1, 3, 5, 5)).report()
+    assert "permuted alike, though each could be by itself:\n  2: the channels within each of its 2 groups" in report
+    plain = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    assert "permuted alike" not in trace_permutations(plain, torch.zeros(1, 3, 5, 5)).report()
