@@ -32,10 +32,10 @@ from lightning_symmetry.landscape import (
 )
 
 # LightningModules
-from lightning_symmetry.modules import AsymmetricModule, SupervisedModule, warmup
+from lightning_symmetry.modules import AsymmetricModule, ReconstructionModule, SupervisedModule, warmup
 
 # The papers' networks
-from lightning_symmetry.networks import GNN, MLP, ResNet, ResNet20, ResNet110
+from lightning_symmetry.networks import GNN, MLP, Autoencoder, ResNet, ResNet20, ResNet110
 
 # Find and certify symmetries, and align
 from lightning_symmetry.permutation import (
@@ -65,6 +65,7 @@ __all__ = [
     "AsymmetricConv2d",
     "AsymmetricLinear",
     "AsymmetricModule",
+    "Autoencoder",
     "DigitsData",
     "DigitsGraph",
     "DynamicNetworkError",
@@ -75,6 +76,7 @@ __all__ = [
     "PathResult",
     "PermutationSpec",
     "PlanetoidData",
+    "ReconstructionModule",
     "ResNet",
     "ResNet20",
     "ResNet110",

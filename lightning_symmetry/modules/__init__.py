@@ -1,7 +1,8 @@
 """LightningModules."""
 
 from lightning_symmetry.modules.asymmetric import AsymmetricModule
+from lightning_symmetry.modules.reconstruction import ReconstructionModule
 from lightning_symmetry.modules.schedules import warmup
 from lightning_symmetry.modules.supervised import SupervisedModule
 
-__all__ = ["AsymmetricModule", "SupervisedModule", "warmup"]
+__all__ = ["AsymmetricModule", "ReconstructionModule", "SupervisedModule", "warmup"]

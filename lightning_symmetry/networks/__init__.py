@@ -1,8 +1,9 @@
 """The papers' reference networks."""
 
+from lightning_symmetry.networks.autoencoder import Autoencoder
 from lightning_symmetry.networks.gnn import GNN
 from lightning_symmetry.networks.mlp import MLP
 from lightning_symmetry.networks.norm import ChannelNorm
 from lightning_symmetry.networks.resnet import ResidualBlock, ResNet, ResNet20, ResNet110
 
-__all__ = ["GNN", "MLP", "ChannelNorm", "ResNet", "ResNet20", "ResNet110", "ResidualBlock"]
+__all__ = ["GNN", "MLP", "Autoencoder", "ChannelNorm", "ResNet", "ResNet20", "ResNet110", "ResidualBlock"]

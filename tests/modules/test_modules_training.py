@@ -15,7 +15,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
-from lightning_symmetry import GNN, MLP, AsymmetricModule, DigitsData, DigitsGraph, SupervisedModule, warmup
+from lightning_symmetry import (
+    GNN,
+    MLP,
+    AsymmetricModule,
+    Autoencoder,
+    DigitsData,
+    DigitsGraph,
+    ReconstructionModule,
+    SupervisedModule,
+    warmup,
+)
 from lightning_symmetry.asymmetry import AsymmetricLayer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*number of training batches", "ignore:You defined a `validation_step`")
@@ -259,3 +269,21 @@ def test_building_under_another_precision_draws_the_same_constants(tmp_path):
         assert ours.weight.dtype == ours.fixed.dtype == torch.float64
         assert torch.equal(ours.fixed, theirs.fixed.double())
         assert torch.equal(ours.mask, theirs.mask)
+
+
+def test_an_autoencoder_learns_its_input_and_logs_half_the_squared_error(tmp_path):
+    torch.manual_seed(0)
+    module = ReconstructionModule(Autoencoder(64, (32, 16)), optimizer=partial(torch.optim.AdamW, lr=1e-2))
+    data = DigitsData()
+    data.setup("fit")
+    images = torch.cat([x for x, _ in data.eval_dataloader("train")]).flatten(1)
+
+    def loss():
+        with torch.no_grad():
+            return 0.5 * (module.net(images) - images).square().sum(1).mean().item()
+
+    before = loss()
+    runner = trainer(tmp_path, max_epochs=5)
+    runner.fit(module, datamodule=data)
+    assert loss() < 0.7 * before
+    assert abs(runner.validate(module, data.eval_dataloader("train"), verbose=False)[0]["val/loss"] / loss() - 1) < 1e-5

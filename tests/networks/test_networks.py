@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_symmetry import GNN, MLP, ResNet, ResNet20, ResNet110
+from lightning_symmetry import GNN, MLP, Autoencoder, ResNet, ResNet20, ResNet110
 from lightning_symmetry.networks import ChannelNorm
 
 
@@ -40,6 +40,27 @@ def test_mlp_of_the_paper_is_linear_norm_gelu():
         hidden = hidden * norm.weight + norm.bias
         hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
     torch.testing.assert_close(net(x), hidden @ net.linears[-1].weight.T + net.linears[-1].bias)
+
+
+def test_autoencoder_is_the_papers():
+    torch.manual_seed(0)
+    net = Autoencoder()
+    widths = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
+    assert [tuple(linear.weight.shape) for linear in net.linears] == [(m, n) for n, m in pairwise(widths)]
+    assert count(net) == sum(m * (n + 1) for n, m in pairwise(widths))
+    for linear in net.linears:
+        assert abs(linear.weight.std().item() * linear.in_features**0.5 - 1) < 0.05  # 7,500 entries and more
+        assert not linear.bias.any()
+    x = torch.rand(3, 1, 28, 28)
+    hidden = x.flatten(1)
+    for linear in net.linears:
+        hidden = 1 / (1 + torch.exp(-(hidden @ linear.weight.T + linear.bias)))
+    torch.testing.assert_close(net(x), hidden)
+    assert net(net.example_input_array).shape == (2, 784)
+    with pytest.raises(ValueError, match="takes 784 features"):
+        net(torch.zeros(2, 7))
+    with pytest.raises(ValueError, match="a code"):
+        Autoencoder(hidden=())
 
 
 def resnet_count(blocks, width, classes, channels):
