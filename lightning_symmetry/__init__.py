@@ -53,6 +53,18 @@ from lightning_symmetry.permutation import (
     trace_permutations,
 )
 
+# Natural coordinates
+from lightning_symmetry.whitening import (
+    collect_statistics,
+    condition_number,
+    fisher_blocks,
+    fisher_matrix,
+    reparametrize,
+    unwhiten,
+    whiten,
+    zca_whitening,
+)
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -86,9 +98,13 @@ __all__ = [
     "align",
     "asymmetrize",
     "check_equivalence",
+    "collect_statistics",
+    "condition_number",
     "effective_asymmetry",
     "embed",
     "evaluate_path",
+    "fisher_blocks",
+    "fisher_matrix",
     "fixed_fraction",
     "graph_step",
     "interpolate",
@@ -97,8 +113,12 @@ __all__ = [
     "num_trainable",
     "parameter_distance",
     "repair",
+    "reparametrize",
     "supervised_step",
     "symmetries",
     "trace_permutations",
+    "unwhiten",
     "warmup",
+    "whiten",
+    "zca_whitening",
 ]

@@ -68,7 +68,12 @@ def fit(
 
 
 def run_jobs(
-    function: Callable[..., Any], jobs: Sequence[dict[str, Any]], total: int, workers: int, description: str
+    function: Callable[..., Any],
+    jobs: Sequence[dict[str, Any]],
+    total: int,
+    workers: int,
+    description: str,
+    unit: str = "epoch",
 ) -> list[Any]:
     """Call ``function(**job, tick=...)`` for each job and return the results in order.
 
@@ -78,8 +83,9 @@ def run_jobs(
         total: Number of ticks of all jobs together.
         workers: Processes of one thread each; 0 runs the jobs one after the other in this process.
         description: Label of the progress bar.
+        unit: What a tick is.
     """
-    with tqdm(total=total, desc=description, unit="epoch", smoothing=0.05) as bar:
+    with tqdm(total=total, desc=description, unit=unit, smoothing=0.05) as bar:
         if workers == 0:
             return [function(**job, tick=bar.update) for job in jobs]
         context = mp.get_context("spawn")

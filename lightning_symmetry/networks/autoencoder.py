@@ -19,6 +19,7 @@ class Autoencoder(nn.Module):
         in_features: Number of inputs; images are flattened.
         hidden: Widths of the encoder, the last of which is the code. The paper's for MNIST is ``(1000, 500, 250, 30)``.
         activation: Class of the activation, called without argument.
+        norm: Whether to normalise hidden layers over the batch before their activation (BatchNorm).
 
     Source: Natural Neural Networks (2015), section 4.2; Martens, Deep learning via Hessian-free optimization (2010).
     """
@@ -28,6 +29,7 @@ class Autoencoder(nn.Module):
         in_features: int = 784,
         hidden: Sequence[int] = (1000, 500, 250, 30),
         activation: Callable[[], nn.Module] = nn.Sigmoid,
+        norm: bool = False,
     ) -> None:
         super().__init__()
         widths = [in_features, *hidden, *reversed(hidden[:-1]), in_features]
@@ -35,6 +37,8 @@ class Autoencoder(nn.Module):
             raise ValueError(f"Expected a code and all widths to be at least 1 but got {widths}.")
         self.in_features = in_features
         self.linears = nn.ModuleList(nn.Linear(n, m) for n, m in pairwise(widths))
+        hidden_norms = [nn.BatchNorm1d(n) if norm else nn.Identity() for n in widths[1:-1]]
+        self.norms = nn.ModuleList([*hidden_norms, nn.Identity()])
         self.activations = nn.ModuleList(activation() for _ in self.linears)
         for linear in self.linears:
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
@@ -53,6 +57,6 @@ class Autoencoder(nn.Module):
                 f"{tuple(input.shape)} has {math.prod(input.shape[1:])}."
             )
         hidden = input.flatten(1)
-        for linear, activation in zip(self.linears, self.activations, strict=True):
-            hidden = activation(linear(hidden))
+        for linear, norm, activation in zip(self.linears, self.norms, self.activations, strict=True):
+            hidden = activation(norm(linear(hidden)))
         return hidden

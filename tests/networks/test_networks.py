@@ -59,6 +59,8 @@ def test_autoencoder_is_the_papers():
     assert net(net.example_input_array).shape == (2, 784)
     with pytest.raises(ValueError, match="takes 784 features"):
         net(torch.zeros(2, 7))
+    normed = Autoencoder(8, (6, 3), norm=True)
+    assert count(normed) == count(Autoencoder(8, (6, 3))) + 2 * (6 + 3 + 6)  # all hidden layers, not the output
     with pytest.raises(ValueError, match="a code"):
         Autoencoder(hidden=())
 

@@ -1,0 +1,238 @@
+"""The bases of the whitened layers: what all have in common, and those with canonical parameters."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from lightning_symmetry.surgery import ReparametrizedLayer
+from lightning_symmetry.whitening.applied import Applied, applied, apply_rows
+from lightning_symmetry.whitening.coefficients import Mode, Whitening
+from lightning_symmetry.whitening.gradients import WhitenedGradient, WhitenedWeight
+from lightning_symmetry.whitening.statistics import InputStatistics
+
+State = Mapping[str, Tensor | None]
+
+
+class HasWhitening(nn.Module):
+    """A layer with whitening coefficients of its input.
+
+    The coefficients are no buffers: they change their shape with the number of samples, DDP would send them in each
+    step, and a moving average of a network would average them. They move with ``to``, deep-copy and pickle with the
+    layer, and are not in its ``state_dict``.
+
+    Attributes:
+        weight: Parameter of shape ``(M, N, *kernel)``.
+        bias: Parameter of shape ``(M,)``, or None.
+        groups: Number of groups of input channels that are whitened each by itself.
+        mode: Which directions its statistics tell apart.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    groups: int = 1
+    mode: Mode = "full"
+    _power: int
+    _applied: Applied
+
+    def statistics(self) -> InputStatistics:
+        """Return an empty accumulator for the layer's input.
+
+        Without a bias that is trained c stays 0, since the shift ``W c`` has nowhere to go.
+        """
+        size, spatial = self.weight.shape[1], self.weight.ndim - 2
+        offset = self.bias is not None and self.bias.requires_grad
+        return InputStatistics(size, self.groups, spatial, self.mode, centred=offset, offset=offset)
+
+    def set_whitening(self, whitening: Whitening) -> None:
+        """Take new coefficients, with a leading axis of groups. The function stays what it is.
+
+        Raises:
+            ValueError: If they are for another number of inputs, or have a centre where there is no bias.
+            WhiteningError: If they overflow in the layer's type. The layer keeps its old ones then.
+        """
+        expected = self.groups, self.weight.shape[1]
+        if tuple(whitening.center.shape) != expected:
+            raise ValueError(
+                f"Expected coefficients for {expected[0]} group(s) of {expected[1]} inputs but got a center of shape "
+                f"{tuple(whitening.center.shape)}."
+            )
+        if self.bias is None and bool(whitening.center.any()):
+            raise ValueError("A layer without bias cannot centre its inputs: its coefficients must have center 0.")
+        self._take(applied(whitening, self.weight, self._power))
+
+    def _take(self, new: Applied) -> None:
+        self._applied = new
+
+    def whitening_matrix(self) -> tuple[Tensor, Tensor]:
+        """Return U, of shape ``(groups, N, N)``, and c, ``(groups, N)``, in float64, as they are applied."""
+        eye = torch.eye(self.weight.shape[1], dtype=torch.float64, device=self.weight.device)
+        center, *applied_matrix = (None if t is None else t.double() for t in self._applied)
+        matrix = apply_rows(eye.expand(self.groups, -1, -1), *applied_matrix)
+        if self._power == 2:
+            values, vectors = torch.linalg.eigh(matrix.cpu())
+            matrix = ((vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT).to(matrix.device)
+        return matrix, eye.new_zeros(self.groups, len(eye)) if center is None else center
+
+    def precondition_rows(self, rows: Tensor) -> Tensor:
+        """Return ``rows P``, for rows of shape ``(groups, n, N)``, in float64."""
+        _, *matrix = (None if t is None else t.to(rows.device, torch.float64) for t in self._applied)
+        for _ in range(2 // self._power):
+            rows = apply_rows(rows.double(), *matrix)
+        return rows
+
+    def whitening_state(self) -> dict[str, Tensor | None]:
+        """Return what is needed to continue exactly and is not in the ``state_dict``."""
+        return self._applied._asdict()
+
+    def load_whitening_state(self, state: State) -> None:
+        """Take back what :meth:`whitening_state` returned."""
+        self._applied = Applied(*(state[name] for name in Applied._fields)).to(self.weight)
+
+    @property
+    def form(self) -> str:
+        """The form in which coefficients are applied: ``"identity"``, ``"centred"``, ``"dense"``, ``"rank 100"``."""
+        return self._applied.describe()
+
+    @abstractmethod
+    def release(self) -> nn.Module:
+        """Return the layer that this one replaced, with the same Parameter objects."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._applied = self._applied.to(self.weight)
+        return self
+
+
+class NewLayer(HasWhitening, ReparametrizedLayer):
+    """A whitened layer that stands in the place of a plain one; subclasses say which map it is."""
+
+    @classmethod
+    def from_layer(cls, layer: nn.Module, whitening: Whitening | None = None, mode: Mode = "full") -> Self:
+        """Build the layer from the plain one, whose parameters it takes over.
+
+        Args:
+            layer: The plain layer.
+            whitening: Coefficients of its input; None: U is the identity and c = 0 for now.
+            mode: Which directions its statistics tell apart.
+
+        Raises:
+            ValueError: If the coefficients do not fit.
+        """
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self._take_settings(layer)
+        self.mode = mode
+        self.weight, self.bias = layer.weight, layer.bias
+        self._applied = Applied()
+        if whitening is not None:
+            self.set_whitening(whitening)
+        return self.train(layer.training)
+
+    @abstractmethod
+    def _take_settings(self, layer: nn.Module) -> None:
+        """Take over what else a plain layer knows: sizes, stride, padding."""
+
+    @abstractmethod
+    def _empty(self, **factory: Any) -> nn.Module:
+        """Return a plain layer of the same settings with parameters that are not initialised."""
+
+    def canonical_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight and bias that the plain layer would have."""
+        return self.weight, self.bias
+
+    def canonical_weight(self) -> Tensor:
+        """Return the weight that the plain layer would have, differentiable in the parameters."""
+        return self.canonical_parameters()[0]
+
+    @torch.no_grad()
+    def to_layer(self) -> nn.Module:
+        """Return the plain layer with the same function, dtype, device, mode and ``requires_grad``."""
+        layer = self._empty(device=self.weight.device, dtype=self.weight.dtype)
+        weight, bias = self.canonical_parameters()
+        layer.weight.copy_(weight)
+        layer.weight.requires_grad_(self.weight.requires_grad)
+        if bias is not None:
+            layer.bias.copy_(bias)
+            layer.bias.requires_grad_(self.bias.requires_grad)
+        return layer.train(self.training)
+
+    @torch.no_grad()
+    def release(self) -> nn.Module:
+        """Return the plain layer, with the same Parameter objects, whose values become the canonical ones."""
+        layer = self._empty(device="meta", dtype=self.weight.dtype)
+        for parameter, value in zip((self.weight, self.bias), self.canonical_parameters(), strict=True):
+            if value is not None and value is not parameter:
+                parameter.copy_(value)
+        layer.weight, layer.bias = self.weight, self.bias
+        return layer.train(self.training)
+
+    def _describe(self) -> str:
+        return f"bias={self.bias is not None}, mode={self.mode!r}, form={self.form!r}"
+
+
+class WhitenedLayer(NewLayer):
+    r"""A layer whose gradients are those of SGD in whitened coordinates.
+
+    The whitened layer computes :math:`V U (h - c) + d` (eq. 7). SGD on (V, d) is SGD on the canonical
+    :math:`W = V U` and :math:`b = d - W c` with the gradients
+
+    .. math:: \tilde G_W = (G_W - g_b c^\top) P, \qquad \tilde g_b = g_b - \tilde G_W c, \qquad P = U^2,
+
+    so that is what these layers do: ``weight`` and ``bias`` are the canonical parameters, the function does not depend
+    on U and c at all, and neither does the ``state_dict``. Momentum accumulated on these gradients is the exact
+    transport of the momentum on V through a change of U and c. Weight decay acts on the canonical weight and bias:
+    where both have the same, that is the decay of V and d, since one map of theirs gives both.
+    An optimizer that acts elementwise needs the explicit form,
+    :class:`~lightning_symmetry.whitening.explicit.ExplicitWhitenedLayer`.
+
+    A layer without bias has no d: c = 0, see :class:`~lightning_symmetry.whitening.statistics.InputStatistics`. Where
+    the bias is frozen, :math:`\tilde G_W = G_W P`; where the weight is, :math:`\tilde g_b = g_b`.
+
+    Costs in operations a step, with M outputs, N inputs, K taps of the kernel, B rows, and the dense P at
+    :math:`2 N^2` a row or its low-rank form of rank r at :math:`4 N r`, whichever is less:
+
+    ========== ============================= =============================
+    side       dense                         low rank
+    ========== ============================= =============================
+    activation :math:`2 B N^2`               :math:`4 B N r`
+    gradient   :math:`2 M K N^2`             :math:`4 M K N r`
+    ========== ============================= =============================
+
+    A linear layer takes the activation side where B < M, convolutions take the gradient side. Second derivatives are
+    refused: those of the canonical parameters are not those of the whitened ones.
+
+    In float32 P resolves multipliers down to about 1e-6 / eps: with variances beyond 1e5 eps the steps along the
+    strongest directions are those of rounding.
+
+    Source: Natural Neural Networks (2015), section 3, Algorithm 1.
+    """
+
+    affine = True
+    _power = 2
+
+    def whitened_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias as they are; their gradients are preconditioned."""
+        return precondition(self.weight, self.bias, self.groups, self._applied)
+
+
+def precondition(
+    weight: Tensor, bias: Tensor | None, groups: int, coefficients: Applied
+) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias as they are, with gradients preconditioned by the coefficients of P."""
+    if coefficients.is_identity or not _is_trained(weight):
+        return weight, bias
+    center, *matrix = coefficients
+    if bias is not None and center is not None and _is_trained(bias):
+        return WhitenedGradient.apply(weight, bias, groups, center, *matrix)
+    return WhitenedWeight.apply(weight, groups, *matrix), bias
+
+
+def _is_trained(parameter: Tensor) -> bool:
+    """Whether a gradient is wanted; ``torch.func`` does not say so of what it wraps."""
+    return parameter.requires_grad or torch._C._are_functorch_transforms_active()

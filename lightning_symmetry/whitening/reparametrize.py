@@ -1,0 +1,103 @@
+"""New whitening coefficients for a whole network, and their state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_symmetry.whitening.coefficients import WhiteningError
+from lightning_symmetry.whitening.collect import whitened_layers
+from lightning_symmetry.whitening.layer import HasWhitening, State
+from lightning_symmetry.whitening.statistics import InputStatistics
+
+
+def reparametrize(
+    net: nn.Module, statistics: Mapping[str, InputStatistics], eps: float, *, relative: bool = False
+) -> dict[str, str]:
+    r"""Give each layer that there are statistics of new coefficients; the function stays what it is.
+
+    .. math:: c = \mu, \quad U = (\Sigma + \epsilon I)^{-1/2}, \quad V = W U^{-1}, \quad d = b + W c
+
+    Args:
+        net: A network with whitened layers.
+        statistics: Statistics by the layer's name, from
+            :func:`~lightning_symmetry.whitening.collect.collect_statistics`.
+        eps: Damping, which bounds the multiplier of the learning rate at ``1 / eps``: of an input direction that the
+            samples do not show, 1 / eps is what it gets.
+        relative: Whether ``eps`` is in units of each layer's mean variance, which gives layers very different bounds.
+
+    Returns:
+        The layers that keep their old coefficients, by name, each with the reason: too few samples, values that are not
+        finite, a decomposition that failed.
+
+    Raises:
+        ValueError: If ``eps`` is not positive and finite, or a name is not that of a whitened layer.
+
+    Source: Natural Neural Networks (2015), Algorithm 1, lines 5 to 10.
+    """
+    if not eps > 0 or not math.isfinite(eps):
+        raise ValueError(f"Expected `eps` to be positive and finite but got {eps}.")
+    layers = _named(net, statistics)
+    failed = {}
+    for name, layer in layers.items():
+        try:
+            layer.set_whitening(statistics[name].whitening(eps, relative=relative))
+        except WhiteningError as error:
+            failed[name] = str(error)
+    return failed
+
+
+def whitening_state(net: nn.Module) -> dict[str, dict[str, Tensor | None]]:
+    """Return the coefficients of all whitened layers, and V and d of explicit ones, so that resuming is exact."""
+    return {name: layer.whitening_state() for name, layer in whitened_layers(net).items()}
+
+
+def load_whitening_state(net: nn.Module, state: Mapping[str, State]) -> None:
+    """Take back what :func:`whitening_state` returned. Load the ``state_dict`` of the network before, not after.
+
+    Raises:
+        ValueError: If a name is not that of a whitened layer.
+    """
+    for name, layer in _named(net, state).items():
+        layer.load_whitening_state(state[name])
+
+
+@torch.no_grad()
+def largest_eigenvalue(layer: HasWhitening, statistics: InputStatistics, steps: int = 50) -> float:
+    r"""Return the largest eigenvalue of the whitened covariance, the most of all groups.
+
+    .. math:: \lambda_{\max}(U \Sigma U) = \lambda_{\max}(\Sigma P)
+
+    It is at most 1 right after a reparametrisation with the same statistics, and says on fresh samples how far the
+    coefficients are off. By power iteration in float64, which comes from below.
+
+    Args:
+        layer: A whitened layer.
+        statistics: Statistics of its input, in the mode ``"full"`` or ``"diagonal"`` (the variances alone then count).
+        steps: Number of iterations.
+
+    Raises:
+        ValueError: If the statistics hold no variances.
+    """
+    _, covariance = statistics.moments()
+    if covariance is None:
+        raise ValueError("Statistics of the mode 'center' hold no variances.")
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(layer.groups, 1, statistics.size, generator=generator, dtype=torch.float64)
+    rows, value = rows.to(covariance.device), covariance.new_zeros(layer.groups, 1, 1)
+    for _ in range(steps):
+        rows = rows / rows.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+        rows = layer.precondition_rows(rows)
+        rows = rows * covariance.unsqueeze(1) if covariance.ndim == 2 else rows @ covariance
+        value = rows.norm(dim=-1)
+    return float(value.max())
+
+
+def _named(net: nn.Module, table: Mapping[str, object]) -> dict[str, HasWhitening]:
+    layers = whitened_layers(net)
+    if unknown := [name for name in table if name not in layers]:
+        raise ValueError(f"{type(net).__name__} has no whitened layer called {unknown[0]!r}.")
+    return {name: layers[name] for name in table}

@@ -1,0 +1,184 @@
+"""Whiten any network: the room's one verb, and the way back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from lightning_symmetry.surgery import (
+    ConversionReport,
+    match_patterns,
+    module_names,
+    replace_modules,
+    settings_for,
+    tied_parameters,
+    why_not_callable,
+)
+from lightning_symmetry.whitening.borrowed import BorrowedLayer, can_borrow
+from lightning_symmetry.whitening.coefficients import Mode, check_mode
+from lightning_symmetry.whitening.collect import whitened_layers
+from lightning_symmetry.whitening.conv import WhitenedConv1d, WhitenedConv2d
+from lightning_symmetry.whitening.explicit import ExplicitWhitenedConv1d, ExplicitWhitenedConv2d, ExplicitWhitenedLinear
+from lightning_symmetry.whitening.layer import HasWhitening
+from lightning_symmetry.whitening.linear import WhitenedLinear
+
+NetT = TypeVar("NetT", bound=nn.Module)
+
+_CANONICAL = {nn.Linear: WhitenedLinear, nn.Conv1d: WhitenedConv1d, nn.Conv2d: WhitenedConv2d}
+_EXPLICIT = {
+    nn.Linear: ExplicitWhitenedLinear,
+    nn.Conv1d: ExplicitWhitenedConv1d,
+    nn.Conv2d: ExplicitWhitenedConv2d,
+}
+# Weights of other kinds, which are named in the report so that nobody takes them for whitened.
+_OTHER_MAPS = (
+    nn.MultiheadAttention,
+    nn.Bilinear,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.RNNBase,
+    nn.RNNCellBase,
+)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def whiten(
+    net: NetT,
+    mode: Mode = "full",
+    *,
+    explicit: bool = False,
+    skip: Sequence[str] = (),
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+) -> NetT:
+    r"""Bring the linear layers and convolutions of a network into whitened coordinates, in place.
+
+    A whitened layer is :math:`h \mapsto V U (h - c) + d` (eq. 7). It begins with U = I and c = 0, where nothing is
+    changed yet; :func:`~lightning_symmetry.whitening.reparametrize.reparametrize` sets the coefficients. Functions
+    never change.
+
+    Parameters stay the same objects under the same names. By default they are the canonical W and b, whose gradients
+    become those of SGD on (V, d): for SGD with momentum, Nesterov's or none
+    (:class:`~lightning_symmetry.whitening.layer.WhitenedLayer`). ``explicit`` makes them V and d, for optimizers that
+    act on each entry by itself, such as Adam
+    (:class:`~lightning_symmetry.whitening.explicit.ExplicitWhitenedLayer`).
+
+    Converted are ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d``, and in the canonical form layers with fixed entries
+    and torch-geometric's ``Linear``. The report of what was changed, what not and why is left as
+    ``net.whitening_report``.
+
+    Args:
+        net: The network, changed in place.
+        mode: ``"full"`` whitens, ``"diagonal"`` divides by standard deviations, ``"center"`` subtracts the mean only.
+        explicit: Whether parameters become V and d.
+        skip: Shell patterns of layers to leave alone.
+        overrides: Shell pattern -> settings (``mode``, ``explicit``) of single layers; where several match, the later
+            one counts.
+
+    Returns:
+        The same network.
+
+    Raises:
+        ValueError: If there is nothing to convert, a pattern matches nothing, a setting does not exist, or the network
+            is whitened already.
+
+    Source: Natural Neural Networks (2015), section 3.
+    """
+    check_mode(mode)
+    if twice := list(whitened_layers(net)):
+        raise ValueError(f"The network is whitened already: {', '.join(twice[:3])} ({len(twice)} layers).")
+    names = module_names(net)
+    layers = {found[0]: module for module, found in names.items() if _is_map(module)}
+    if "" in layers and not isinstance(net, _OTHER_MAPS):
+        raise ValueError(f"The network is itself a {type(net).__name__}: wrap it in nn.Sequential first.")
+    skipped = match_patterns(layers, skip, "skip")
+    overrides = overrides or {}
+    chosen = dict(settings_for(layers, {"mode": mode, "explicit": explicit}, overrides))
+    for values in chosen.values():
+        check_mode(values["mode"])
+    reasons = _why_left_alone(net, layers, chosen)
+    report = ConversionReport("whiten")
+    replacements: dict[str, nn.Module] = {}
+    for name, module in layers.items():
+        kind = type(module).__name__
+        if skipped[name] or name in reasons:
+            report.add(name, kind, False, "skipped" if skipped[name] else reasons[name])
+            continue
+        new = _convert(module, **chosen[name])
+        replacements.update(dict.fromkeys(names[module], new))
+        shared = f", shared at {len(names[module])} places" if len(names[module]) > 1 else ""
+        form = "explicit" if chosen[name]["explicit"] else "canonical"
+        groups = f", {new.groups} groups" if new.groups > 1 else ""
+        report.add(name, kind, True, f"{form}, mode {new.mode}, {new.weight.shape[1]} inputs{groups}{shared}")
+    if not report.changed:
+        raise ValueError(f"whiten found nothing to convert in {type(net).__name__}.\n{report}")
+    if unexpected := {name: reason for name, reason in reasons.items() if not skipped[name]}:
+        listed = "; ".join(f"{name} ({reason})" for name, reason in unexpected.items())
+        warnings.warn(f"whiten left {len(unexpected)} layer(s) alone: {listed}.", stacklevel=2)
+    replace_modules(net, replacements)
+    net.whitening_report = report
+    return net
+
+
+def unwhiten(net: NetT) -> NetT:
+    """Put the layers back that ``whiten`` replaced, in place and with the same Parameter objects.
+
+    Those of explicit layers take the canonical values. A network without whitened layers is returned as it is.
+    """
+    layers = {module: names for module, names in module_names(net).items() if isinstance(module, HasWhitening)}
+    for module, names in layers.items():
+        replace_modules(net, dict.fromkeys(names, module.release()))
+    if "whitening_report" in net.__dict__:
+        del net.whitening_report
+    return net
+
+
+def _is_map(module: nn.Module) -> bool:
+    return isinstance(module, (*_CANONICAL, *_OTHER_MAPS)) or can_borrow(module)
+
+
+def _convert(module: nn.Module, mode: Mode, explicit: bool) -> HasWhitening:
+    if can_borrow(module):
+        return BorrowedLayer.of(module, mode=mode)
+    return (_EXPLICIT if explicit else _CANONICAL)[type(module)].from_layer(module, mode=mode)
+
+
+def _why_left_alone(
+    net: nn.Module, layers: Mapping[str, nn.Module], chosen: Mapping[str, Mapping[str, Any]]
+) -> dict[str, str]:
+    """Return the reason for each layer that cannot be converted."""
+    uncalled = why_not_callable(net)
+    tied = tied_parameters(net)
+    reasons = {}
+    for name, module in layers.items():
+        known = type(module) in _CANONICAL or can_borrow(module)
+        if name in uncalled:
+            reasons[name] = uncalled[name]
+        elif isinstance(module._parameters.get("weight"), UninitializedParameter):
+            reasons[name] = "its parameters are lazy: run the network once before"
+        elif isinstance(module, tuple(_CANONICAL)) and (
+            parametrize.is_parametrized(module) or "weight" not in module._parameters
+        ):
+            reasons[name] = "its weight is parametrised"
+        elif not known:
+            base = next((kind for kind in _CANONICAL if isinstance(module, kind)), None)
+            reasons[name] = (
+                f"a subclass of {base.__name__} with a forward of its own"
+                if base
+                else "its weights are not those of a linear layer or convolution"
+            )
+        elif name in tied:
+            reasons[name] = f"its parameters are tied to {', '.join(other or 'the network' for other in tied[name])}"
+        elif any(getattr(module, hooks) for hooks in _HOOKS):
+            reasons[name] = "it has hooks, which would be lost"
+        elif chosen[name]["explicit"] and can_borrow(module):
+            reasons[name] = "it has no explicit form: its entries are those of the canonical weight"
+    return reasons
