@@ -15,7 +15,7 @@ from lightning_symmetry.asymmetry import (
 )
 
 # Lightning callbacks
-from lightning_symmetry.callbacks import LinearInterpolation
+from lightning_symmetry.callbacks import PRONG, LinearInterpolation, WaterfallLR
 
 # Data
 from lightning_symmetry.data import ArxivData, DigitsData, DigitsGraph, PlanetoidData, VisionData
@@ -71,6 +71,7 @@ __all__ = [
     "GNN",
     "MLP",
     "PRESETS",
+    "PRONG",
     "Alignment",
     "ArxivData",
     "AsymmetricConv1d",
@@ -95,6 +96,7 @@ __all__ = [
     "SupervisedModule",
     "SymmetryReport",
     "VisionData",
+    "WaterfallLR",
     "align",
     "asymmetrize",
     "check_equivalence",

@@ -1,5 +1,7 @@
 """Lightning callbacks."""
 
 from lightning_symmetry.callbacks.linear_interpolation import LinearInterpolation
+from lightning_symmetry.callbacks.prong import PRONG
+from lightning_symmetry.callbacks.waterfall import WaterfallLR
 
-__all__ = ["LinearInterpolation"]
+__all__ = ["PRONG", "LinearInterpolation", "WaterfallLR"]

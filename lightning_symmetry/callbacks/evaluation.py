@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler
 
 from lightning_symmetry.surgery import uncompiled
@@ -98,7 +98,7 @@ def evaluation_step(
     def step(net: pl.LightningModule, item: tuple[Any, int, int]) -> tuple[Tensor, int]:
         net.trainer = quiet
         for name in names:
-            loss = _call_step(getattr(net, name), *item)
+            loss = call_step(getattr(net, name), *item)
             if isinstance(loss, Mapping):
                 loss = loss.get("loss")
             if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -111,7 +111,7 @@ def evaluation_step(
     return step, None
 
 
-def _call_step(step: Callable[..., Any], batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+def call_step(step: Callable[..., Any], batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
     """Call a step with those of its arguments that it takes."""
     arguments: list[Any] = [batch]
     if is_param_in_hook_signature(step, "batch_idx", min_args=2):
@@ -135,7 +135,7 @@ class QuietTrainer:
 
 def quiet_copy(module: pl.LightningModule) -> pl.LightningModule:
     """Return a deep copy without trainer that is not compiled, synchronises nothing and whose ``log`` does nothing."""
-    clone = copy.deepcopy(module)
+    clone = copy.deepcopy(module, _detached(module))
     for part in clone.modules():
         if isinstance(part, pl.LightningModule):
             for name in ("log", "log_dict"):
@@ -146,6 +146,12 @@ def quiet_copy(module: pl.LightningModule) -> pl.LightningModule:
     if any(isinstance(part, nn.SyncBatchNorm) for part in clone.modules()):
         clone = TorchSyncBatchNorm().revert(clone)
     return clone
+
+
+def _detached(module: nn.Module) -> dict[int, Tensor]:
+    """Return what stands for results that the module keeps, which cannot be deep-copied with their history."""
+    kept = (leaf for part in module.modules() for leaf in tree_leaves(vars(part)) if isinstance(leaf, Tensor))
+    return {id(leaf): leaf.detach().clone() for leaf in kept if not leaf.is_leaf}
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

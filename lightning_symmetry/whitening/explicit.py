@@ -61,6 +61,9 @@ class ExplicitWhitenedLayer(NewLayer):
         bias = None if bias is None else bias.double()
         return weight, bias if bias is None or center is None else bias - shift_of(weight, center)
 
+    def _canonical_values(self) -> tuple[Tensor, Tensor | None]:
+        return self.to_canonical(self.weight, self.bias)
+
     @torch.no_grad()
     def to_whitened(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return (V, d) for (W, b), in float64; the inverse of :meth:`to_canonical`."""

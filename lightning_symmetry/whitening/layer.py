@@ -154,7 +154,7 @@ class NewLayer(HasWhitening, ReparametrizedLayer):
     def to_layer(self) -> nn.Module:
         """Return the plain layer with the same function, dtype, device, mode and ``requires_grad``."""
         layer = self._empty(device=self.weight.device, dtype=self.weight.dtype)
-        weight, bias = self.canonical_parameters()
+        weight, bias = self._canonical_values()
         layer.weight.copy_(weight)
         layer.weight.requires_grad_(self.weight.requires_grad)
         if bias is not None:
@@ -166,11 +166,15 @@ class NewLayer(HasWhitening, ReparametrizedLayer):
     def release(self) -> nn.Module:
         """Return the plain layer, with the same Parameter objects, whose values become the canonical ones."""
         layer = self._empty(device="meta", dtype=self.weight.dtype)
-        for parameter, value in zip((self.weight, self.bias), self.canonical_parameters(), strict=True):
+        for parameter, value in zip((self.weight, self.bias), self._canonical_values(), strict=True):
             if value is not None and value is not parameter:
                 parameter.copy_(value)
         layer.weight, layer.bias = self.weight, self.bias
         return layer.train(self.training)
+
+    def _canonical_values(self) -> tuple[Tensor, Tensor | None]:
+        """Return W and b as the ``state_dict`` has them."""
+        return self.canonical_parameters()
 
     def _describe(self) -> str:
         return f"bias={self.bias is not None}, mode={self.mode!r}, form={self.form!r}"

@@ -58,7 +58,10 @@ def test_writes_figure_weights_and_tensorboard_logs(run: SimpleNamespace) -> Non
 SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 
 
-@pytest.mark.parametrize("config", sorted((RECIPES / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+CONFIGS = [path for path in sorted((RECIPES / "configs").glob("*.yaml")) if "linear_mode" in path.read_text()]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_configurations_build_all_kinds_of_networks(config: Path) -> None:
     setting = auto_cli(recipe.Setting, args=["--config", str(config)], as_positional=False)
     assert setting.paper in recipe.PAPER

@@ -202,3 +202,11 @@ def test_refused_coefficients(case):
     layer = ExplicitWhitenedLinear.from_layer(nn.Linear(4, 3, bias=False))
     with pytest.raises(ValueError, match=message):
         layer.set_whitening(whitening())
+
+
+def test_the_plain_layers_have_the_values_of_the_state_dict():
+    net = whiten(network(), explicit=True)
+    change(net)
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    for plain in (plain_copy(net), unwhiten(net)):
+        assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())

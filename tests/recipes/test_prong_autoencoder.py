@@ -1,0 +1,39 @@
+"""The recipe runs small, and PRONG is ahead of momentum on the digits."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+from jsonargparse import auto_cli
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))  # recipes are scripts and import each other by name
+
+import prong_autoencoder as recipe  # noqa: E402 (found through the line above)
+
+
+def test_prong_is_ahead_of_momentum_on_the_digits(tmp_path: Path) -> None:
+    small = ["--methods=[momentum,prong]", "--learning_rates=[0.1]", "--steps=400", "--num_points=4", "--workers=0"]
+    command = [sys.executable, RECIPES / "prong_autoencoder.py", *small, "--hidden=[48,24]", f"--out_dir={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = {r["method"]: r for r in json.loads((tmp_path / "results.json").read_text())["results"]}
+    assert results["prong"]["points"] == [0, 100, 200, 300, 400]
+    assert results["prong"]["errors"][0] == results["momentum"]["errors"][0]  # the same network to begin with
+    assert results["prong"]["errors"][-1] < 0.9 * results["momentum"]["errors"][-1]
+    assert all(math.isfinite(e) for r in results.values() for e in r["errors"])
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows] == ["method", "SGD, momentum 0.9", "PRONG, momentum 0.9"]
+    assert (tmp_path / "prong_autoencoder.png").stat().st_size > 10_000
+
+
+def test_the_papers_setting_is_valid() -> None:
+    setting = auto_cli(
+        recipe.Setting, args=["--config", str(RECIPES / "configs" / "mnist_autoencoder.yaml")], as_positional=False
+    )
+    assert (setting.every_n_steps, setting.num_samples, setting.hidden) == (1000, 100, [1000, 500, 250, 30])
+    assert len(setting.learning_rates) == len(setting.adaptive_rates)
