@@ -87,8 +87,8 @@ class Setting:
 def make_data(setting: Setting) -> pl.LightningDataModule:
     """Return the data module."""
     if setting.data == "digits":
-        return ls.DigitsData(setting.batch_size)
-    return ls.VisionData(setting.data, setting.data_dir, setting.batch_size)
+        return ls.DigitsData(setting.batch_size, normalize=False)
+    return ls.VisionData(setting.data, setting.data_dir, setting.batch_size, normalize=False)
 
 
 def make_optimizer(method: Method, rate: float) -> Callable[[Any], torch.optim.Optimizer]:

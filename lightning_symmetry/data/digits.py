@@ -49,6 +49,7 @@ class DigitsData(ImageDataModule):
         flatten: bool = False,
         num_workers: int = 0,
         eval_batch_size: int = 512,
+        normalize: bool = True,
     ) -> None:
         """Set the split and the loaders' arguments.
 
@@ -61,6 +62,7 @@ class DigitsData(ImageDataModule):
             flatten: Give inputs of shape (64,) rather than (1, 8, 8).
             num_workers: Worker processes of each loader; the data is small, so 0 is fastest.
             eval_batch_size: Images in a batch of the validation, test and evaluation loaders.
+            normalize: Normalise inputs; otherwise they are intensities from 0 to 1, as autoencoders want them.
 
         Raises:
             ValueError: If an argument is out of range, or the fractions leave nothing for training.
@@ -75,6 +77,7 @@ class DigitsData(ImageDataModule):
             )
         self.split_seed = split_seed
         self.flatten = flatten
+        self.normalize = normalize
         self.save_hyperparameters(logger=False)
 
     @property
@@ -97,6 +100,8 @@ class DigitsData(ImageDataModule):
         parts = digits_splits(labels, self.test_fraction, self.val_fraction, self.split_seed)
         train_pixels = images[parts["train"]].double() / MAX_VALUE
         mean, std = [train_pixels.mean().item()], [train_pixels.std(correction=0).item()]
+        if not self.normalize:
+            mean, std = [0.0], [1.0]
         plain = {
             name: TensorImages(images[index], labels[index], mean, std, max_value=MAX_VALUE, flatten=self.flatten)
             for name, index in parts.items()

@@ -63,6 +63,7 @@ class VisionData(ImageDataModule):
         image_size: int | None = None,
         eval_batch_size: int = 512,
         max_memory_gb: float = 4.0,
+        normalize: bool = True,
     ) -> None:
         """Choose the data; nothing is read yet.
 
@@ -81,6 +82,7 @@ class VisionData(ImageDataModule):
                 the size, which all images must share then.
             eval_batch_size: Images in a batch of the validation, test and evaluation loaders.
             max_memory_gb: Most memory that decoded images may take, in GiB; beyond it they stay on disk.
+            normalize: Normalise inputs; otherwise they are intensities from 0 to 1, as autoencoders want them.
 
         Raises:
             ValueError: If an argument is out of range or the name unknown.
@@ -98,6 +100,7 @@ class VisionData(ImageDataModule):
         if max_memory_gb < 0:
             raise ValueError(f"Expected argument `max_memory_gb` to be at least 0, but got {max_memory_gb}.")
         self.max_memory_gb = max_memory_gb
+        self.normalize = normalize
         self.save_hyperparameters(logger=False)
 
     @property
@@ -223,6 +226,8 @@ class VisionData(ImageDataModule):
         return ImageSplits(augmented=_subset(varied, index), plain=plain)
 
     def _statistics(self, batches: Any) -> tuple[Any, Any]:
+        if not self.normalize:
+            return [0.0] * self.input_shape[0], [1.0] * self.input_shape[0]
         return channel_statistics(batches) if self.named is None else (self.named.mean, self.named.std)
 
 

@@ -180,3 +180,13 @@ def test_works_from_the_command_line(tmp_path):
     )
     assert cli.datamodule.batch_size == 32
     assert cli.datamodule.input_shape == (64,)
+
+
+def test_inputs_that_are_not_normalised_are_intensities() -> None:
+    data, normalised = DigitsData(normalize=False), DigitsData()
+    for module in (data, normalised):
+        module.setup("fit")
+    (images, _), (other, _) = (next(iter(module.eval_dataloader("train"))) for module in (data, normalised))
+    assert images.min() == 0 and images.max() == 1
+    scale = (other.max() - other.min()) / (images.max() - images.min())
+    torch.testing.assert_close(images * scale + other.min(), other)
