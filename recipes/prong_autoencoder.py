@@ -59,7 +59,7 @@ class Setting:
         num_points: Number of times that the training error is measured.
         every_n_steps: Updates between two reparametrisations (T).
         num_samples: Samples of the statistics (N_s).
-        eps: Damping of the whitening.
+        eps: Damping of the whitening; well below the variance of the activations, or nothing is whitened.
         whiten_at_init: Whether PRONG whitens before the first update.
         workers: Processes of one thread each, 0 for none; default: one a core, none on an accelerator.
         out_dir: Folder for results and figures.
@@ -78,7 +78,7 @@ class Setting:
     num_points: int = 10
     every_n_steps: int = 100
     num_samples: int = 128
-    eps: float = 0.1
+    eps: float = 0.01
     whiten_at_init: bool = True
     workers: int | None = None
     out_dir: str = "runs/prong_autoencoder"
@@ -221,7 +221,7 @@ def draw(setting: Setting, best: dict[Method, list[dict[str, Any]]]) -> Figure:
         seconds = torch.tensor([r["seconds"] for r in runs]).mean(0)
         for ax, x in zip(axes, (runs[0]["points"], seconds), strict=True):
             ax.plot(x, error, marker="o", markersize=2, label=f"{LABELS[method]} ({runs[0]['rate']:g})")
-    axes[0].set(xlabel="updates", ylabel="training error (half the squared error of an image)", yscale="log")
+    axes[0].set(xlabel="updates", ylabel="training error", yscale="log")
     axes[1].set(xlabel="CPU seconds, one thread")
     figure.suptitle(f"autoencoder on {setting.data}, best learning rate of each method")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
