@@ -160,7 +160,8 @@ def test_groups_that_act_twice_on_a_tensor(name):
     a, _, spec = trained(name, 0)
     b = trained(name, 1)[0]
     found = match_weights(a, b, spec)
-    assert found.after >= best_by_swaps(a, b, spec)
+    best = best_by_swaps(a, b, spec)
+    assert found.after >= best - 1e-6 * abs(best)  # products of float32 weights, summed in another order
     again = match_weights(a, planted(b, spec, 5)[1], spec)
     assert again.after == pytest.approx(found.after, rel=0.1)
 
