@@ -23,9 +23,8 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from jsonargparse import auto_cli
-from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.figure import Figure
-from shared import Ticks, fit, mean_and_deviation, quiet, run_jobs, save_json, table
+from shared import Ticks, fit, mean_and_deviation, publish, quiet, run_jobs, save_json, table
 
 import lightning_symmetry as ls
 
@@ -336,12 +335,7 @@ def main(setting: Setting) -> list[dict[str, Any]]:
     found = run_jobs(train_pair, jobs, 2 * setting.epochs * len(jobs), workers, label)
     results = [result for pair in found for result in pair]
     text, figure, out = summarise(setting, results), draw(setting, results), Path(setting.out_dir)
-    figure.savefig(out / "linear_mode_connectivity.png", dpi=150)
-    save_json(out / "results.json", {"setting": asdict(setting), "results": results})
-    logger = TensorBoardLogger(out, "summary", version="")
-    logger.experiment.add_text("table", text)
-    logger.experiment.add_figure("linear_mode_connectivity", figure)
-    logger.finalize("success")
+    publish(out, "linear_mode_connectivity", figure, {"table": text}, {"setting": asdict(setting), "results": results})
     print(
         f"\nMidpoint barrier, {setting.network} on {setting.data}, {setting.pairs} pairs, mean ± deviation:\n\n{text}\n"
     )

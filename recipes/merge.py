@@ -30,12 +30,11 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from jsonargparse import auto_cli
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from linear_mode_connectivity import make_data
 from merge_checkpoint import Checkpoint
 from merge_steps import Merge, draw
-from shared import Ticks, UsageError, fit, quiet, run_jobs, save_json, table
+from shared import Ticks, UsageError, fit, publish, quiet, run_jobs, table
 from torch import nn
 
 import lightning_symmetry as ls
@@ -204,15 +203,10 @@ def run(setting: Setting, title: str) -> dict[str, Any]:
         [[name, f"{path.midpoint_barrier:.4f}", f"{path.max_barrier:.4f}"] for name, path in paths.items()],
     )
     figure = draw(merge, rows, paths, title)
-    figure.savefig(out / "merge.png", dpi=150)
     (out / "symmetries.txt").write_text(merge.spec.report() + "\n")
     results = {"rows": rows, "paths": {name: path.to_dict() for name, path in paths.items()}, "notes": merge.notes}
-    save_json(out / "results.json", {"setting": asdict(setting), **results})
-    logger = TensorBoardLogger(out, "summary", version="")
-    logger.experiment.add_text("table", f"{losses}\n\n{barriers}")
-    logger.experiment.add_text("alignment", "\n\n".join(merge.notes))
-    logger.experiment.add_figure("merge", figure)
-    logger.finalize("success")
+    texts = {"table": f"{losses}\n\n{barriers}", "alignment": "\n\n".join(merge.notes)}
+    publish(out, "merge", figure, texts, {"setting": asdict(setting), **results})
     print(f"\n{title}\n", *merge.notes, f"\n{losses}\n\n{barriers}\n", f"Merged network: {target}", sep="\n")
     print(f"Figure: {out / 'merge.png'}\nWhat can be permuted: {out / 'symmetries.txt'}")
     print(f"TensorBoard: tensorboard --logdir {out}", flush=True)

@@ -23,9 +23,8 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from jsonargparse import auto_cli
-from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.figure import Figure
-from shared import mean_and_deviation, quiet, run_jobs, save_json, table
+from shared import make_trainer, mean_and_deviation, publish, quiet, run_jobs, table
 
 import lightning_symmetry as ls
 
@@ -160,18 +159,8 @@ def run(
         whitening = {name: getattr(setting, name) for name in ("every_n_steps", "num_samples", "eps", "whiten_at_init")}
         callbacks.insert(0, ls.PRONG(mode=mode, **whitening))
     folder = Path(setting.out_dir) / f"{method}{label}" / f"lr{rate:g}" / f"seed{seed}"
-    trainer = pl.Trainer(
-        max_steps=setting.steps,
-        devices=1,
-        logger=TensorBoardLogger(folder.parent, folder.name, version="", default_hp_metric=False),
-        callbacks=callbacks,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=max(1, setting.steps // 100),
-    )
+    every = max(1, setting.steps // 100)
+    trainer = make_trainer(folder, callbacks, max_steps=setting.steps, devices=1, log_every_n_steps=every)
     trainer.fit(module, datamodule=data)
     errors = [error if math.isfinite(error) else math.inf for error in progress.errors]
     tick(len(points) - len(errors))
@@ -246,13 +235,7 @@ def main(setting: Setting) -> list[dict[str, Any]]:
     best = best_rates(results, setting.methods)
     out = Path(setting.out_dir)
     text, figure = summarise(best), draw(setting, best)
-    out.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out / "prong_autoencoder.png", dpi=150)
-    save_json(out / "results.json", {"setting": asdict(setting), "results": results})
-    logger = TensorBoardLogger(out, "summary", version="")
-    logger.experiment.add_text("table", text)
-    logger.experiment.add_figure("prong_autoencoder", figure)
-    logger.finalize("success")
+    publish(out, "prong_autoencoder", figure, {"table": text}, {"setting": asdict(setting), "results": results})
     print(f"\nTraining error, autoencoder on {setting.data}, {setting.seeds} seed(s), best learning rates:\n\n{text}\n")
     print(f"Figure: {out / 'prong_autoencoder.png'}\nTensorBoard: tensorboard --logdir {out}")
     return results

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
+from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
 
@@ -51,9 +52,14 @@ def fit(
     devices: int = 1,
 ) -> None:
     """Train a module, log to TensorBoard, and save its weights as ``last.ckpt`` in the folder."""
-    trainer = pl.Trainer(
-        max_epochs=epochs,
-        devices=devices,
+    trainer = make_trainer(folder, callbacks, max_epochs=epochs, devices=devices, log_every_n_steps=10)
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(folder / "last.ckpt", weights_only=True)
+
+
+def make_trainer(folder: Path, callbacks: list[Callback], **limits: Any) -> pl.Trainer:
+    """Return a quiet trainer that logs to TensorBoard and neither validates nor saves checkpoints."""
+    return pl.Trainer(
         logger=TensorBoardLogger(folder.parent, folder.name, version="", default_hp_metric=False),
         callbacks=callbacks,
         limit_val_batches=0,  # the test split stands in for validation; it is measured at the end
@@ -61,10 +67,8 @@ def fit(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        log_every_n_steps=10,
+        **limits,
     )
-    trainer.fit(module, datamodule=data)
-    trainer.save_checkpoint(folder / "last.ckpt", weights_only=True)
 
 
 def run_jobs(
@@ -141,3 +145,14 @@ def save_json(path: Path, content: Any) -> None:
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(content, indent=1))
     partial.replace(path)
+
+
+def publish(out: Path, name: str, figure: Figure, texts: dict[str, str], content: Any) -> None:
+    """Write a recipe's results, its figure as PNG, and figure and texts for TensorBoard, into a folder."""
+    save_json(out / "results.json", content)
+    figure.savefig(out / f"{name}.png", dpi=150)
+    logger = TensorBoardLogger(out, "summary", version="")
+    for title, text in texts.items():
+        logger.experiment.add_text(title, text)
+    logger.experiment.add_figure(name, figure)
+    logger.finalize("success")

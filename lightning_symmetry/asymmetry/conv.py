@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from lightning_symmetry.asymmetry.layer import AsymmetricLayer, Layout
+from lightning_symmetry.surgery.convolution import SETTINGS, convolve, take_settings
 
 
 class _AsymmetricConv(AsymmetricLayer):
@@ -52,14 +52,11 @@ class _AsymmetricConv(AsymmetricLayer):
         self._adopt(layer, n_fix, kappa, layout, seed, "")
 
     def _take_settings(self, layer: nn.Module) -> None:
-        for attribute in _CONV_ATTRIBUTES:
-            setattr(self, attribute, getattr(layer, attribute))
-        if self.padding_mode != "zeros":
-            self._pad = list(layer._reversed_padding_repeated_twice)
+        take_settings(self, layer)
 
     def to_layer(self) -> nn.Module:
         """Return the plain convolution with the canonical weight."""
-        arguments = {attribute: getattr(self, attribute) for attribute in _CONV_ATTRIBUTES}
+        arguments = {attribute: getattr(self, attribute) for attribute in SETTINGS}
         layer = skip_init(
             self._plain,
             **arguments,
@@ -77,18 +74,6 @@ class _AsymmetricConv(AsymmetricLayer):
         )
 
 
-_CONV_ATTRIBUTES = (
-    "in_channels",
-    "out_channels",
-    "kernel_size",
-    "stride",
-    "padding",
-    "dilation",
-    "groups",
-    "padding_mode",
-)
-
-
 class AsymmetricConv1d(_AsymmetricConv):
     """One-dimensional convolution with fixed entries, see :class:`AsymmetricLayer`.
 
@@ -101,7 +86,7 @@ class AsymmetricConv1d(_AsymmetricConv):
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve ``(N, C, L)``."""
-        return _convolve(F.conv1d, self, input)
+        return convolve(self, input, self.canonical_weight(), self.bias)
 
 
 class AsymmetricConv2d(_AsymmetricConv):
@@ -116,14 +101,4 @@ class AsymmetricConv2d(_AsymmetricConv):
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve ``(N, C, H, W)``."""
-        return _convolve(F.conv2d, self, input)
-
-
-def _convolve(convolution: Any, layer: Any, input: Tensor) -> Tensor:
-    """Convolve with the canonical weight, as ``nn.Conv1d`` and ``nn.Conv2d`` do."""
-    padding = layer.padding
-    if layer.padding_mode != "zeros":
-        input = F.pad(input, layer._pad, mode=layer.padding_mode)
-        padding = 0
-    weight = layer.canonical_weight()
-    return convolution(input, weight, layer.bias, layer.stride, padding, layer.dilation, layer.groups)
+        return convolve(self, input, self.canonical_weight(), self.bias)

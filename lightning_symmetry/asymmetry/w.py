@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils import parametrize
 
 from lightning_symmetry.asymmetry.activations import watch
 from lightning_symmetry.asymmetry.conv import AsymmetricConv1d, AsymmetricConv2d
@@ -16,27 +14,13 @@ from lightning_symmetry.asymmetry.graph_linear import graph_linear
 from lightning_symmetry.asymmetry.layer import AsymmetricLayer, rows_and_units
 from lightning_symmetry.asymmetry.linear import AsymmetricLinear
 from lightning_symmetry.surgery import (
+    OTHER_MAPS,
     ConversionReport,
     match_patterns,
     module_names,
     settings_for,
-    tied_parameters,
     uncompiled,
-    why_not_callable,
-)
-
-# Weights of other kinds, which are named in the report so that nobody takes them for asymmetric.
-_OTHER_MAPS = (
-    nn.MultiheadAttention,
-    nn.Bilinear,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.RNNBase,
-    nn.RNNCellBase,
+    why_not_convertible,
 )
 
 
@@ -73,7 +57,7 @@ def w_replacements(
         raise ValueError(f"The network is W-asymmetric already: {', '.join(twice[:3])} ({len(twice)} layers).")
     names = module_names(net)
     become = conversions()
-    kinds = (*become, *_OTHER_MAPS)
+    kinds = (*become, *OTHER_MAPS)
     layers = {found[0]: module for module, found in names.items() if isinstance(module, kinds)}
     for name, module in layers.items():
         if isinstance(module, tuple(become)) and not name:
@@ -141,39 +125,10 @@ def _number(name: str, n_fix: float, units: int) -> int:
 def _why_left_alone(net: nn.Module, layers: Mapping[str, nn.Module], example_input: Any) -> dict[str, str]:
     """Return the reason for each layer that cannot be converted."""
     become = conversions()
-    uncalled = why_not_callable(net)
-    tied = tied_parameters(net)
-    called = None if example_input is None else watch(net, example_input).called
-    reasons = {}
-    for name, module in layers.items():
-        if name in uncalled:
-            reasons[name] = uncalled[name]
-        elif isinstance(module, tuple(become)) and _is_lazy(module):
-            reasons[name] = "its parameters are lazy: run the network once before"
-        elif isinstance(module, tuple(become)) and _is_parametrized(module):
-            reasons[name] = "its weight is parametrised"
-        elif type(module) not in become:
-            base = next((kind for kind in become if isinstance(module, kind)), None)
-            reasons[name] = (
-                f"a subclass of {base.__name__} with a forward of its own"
-                if base
-                else "its weights are not those of a linear layer or convolution"
-            )
-        elif name in tied:
-            reasons[name] = f"its parameters are tied to {', '.join(other or 'the network' for other in tied[name])}"
-        elif any(getattr(module, hooks) for hooks in _HOOKS):
-            reasons[name] = "it has hooks, which would be lost"
-        elif called is not None and name not in called:
-            reasons[name] = "it is not called with the example input"
+    reasons = why_not_convertible(net, layers, become, lambda module: type(module) in become)
+    if example_input is not None:
+        called = watch(net, example_input).called
+        for name in layers:
+            if name not in called:
+                reasons.setdefault(name, "it is not called with the example input")
     return reasons
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def _is_lazy(module: nn.Module) -> bool:
-    return isinstance(module._parameters.get("weight"), UninitializedParameter)
-
-
-def _is_parametrized(module: nn.Module) -> bool:
-    return parametrize.is_parametrized(module) or "weight" not in module._parameters

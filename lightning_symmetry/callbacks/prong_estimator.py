@@ -70,15 +70,13 @@ class Estimator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the moving average."""
-        states = {name: {**one.state_dict(), "centred": one.centred} for name, one in self._average.items()}
-        return tree_map(on_cpu, states)
+        return {name: tree_map(on_cpu, one.state_dict()) for name, one in self._average.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], layers: Mapping[str, HasWhitening]) -> None:
         """Take back what :meth:`state_dict` returned, for the same layers."""
         for name, values in state.items():
             self._average[name] = layers[name].statistics()
             self._average[name].load_state_dict(values)
-            self._average[name].centred = values["centred"]
 
 
 def on_cpu(value: Any) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_symmetry.callbacks.evaluation import QuietTrainer, call_step, quiet_copy
+from lightning_symmetry.callbacks.prong_estimator import on_cpu
 from lightning_symmetry.whitening.collect import collect_statistics, whitened_layers
 from lightning_symmetry.whitening.statistics import InputStatistics
 
@@ -147,7 +148,7 @@ def gather_on_first(trainer: pl.Trainer, statistics: dict[str, InputStatistics])
     """
     if trainer.world_size == 1:
         return statistics
-    states = {name: tree_map(_cpu, one.state_dict()) for name, one in statistics.items()}
+    states = {name: tree_map(on_cpu, one.state_dict()) for name, one in statistics.items()}
     gathered: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
     torch.distributed.gather_object(states, gathered, dst=0)
     for rank in (gathered or [])[1:]:
@@ -157,7 +158,3 @@ def gather_on_first(trainer: pl.Trainer, statistics: dict[str, InputStatistics])
                 other.load_state_dict(state)
                 statistics[name].merge(other)
     return statistics
-
-
-def _cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,7 +19,7 @@ from lightning_symmetry.landscape.batches import BatchGroups, to_device
 from lightning_symmetry.landscape.hidden_layers import hidden_layers
 from lightning_symmetry.landscape.steps import Step, supervised_step
 from lightning_symmetry.landscape.unit_moments import UnitMoments, measure
-from lightning_symmetry.surgery import plain_copy
+from lightning_symmetry.surgery import device_of, evaluating, plain_copy
 
 Moments = dict[str, UnitMoments]
 
@@ -90,7 +90,7 @@ def repair(
         raise ValueError(f"Expected `alpha` to be finite but got {alpha}.")
     if ends is not None and alpha in (0, 1) and _same(net, ends[int(alpha)]):
         return net
-    device = next((p.device for p in net.parameters()), torch.device("cpu"))
+    device = device_of(net)
     groups = BatchGroups(dataloader, transfer or (lambda batch: to_device(batch, device)), "dataloader")
     tensors = list(chain(net.parameters(), net.buffers()))
     before = [tensor.detach().clone() for tensor in tensors]
@@ -102,7 +102,7 @@ def repair(
     def end(index: int) -> nn.Module:
         return plain_copy(ends[index], keep_affine=True).to(device).eval()
 
-    with _evaluating(net, device):
+    with evaluating(net):
         repairs = Repairs(net, [float(alpha)], move_to)
         try:
             repairs.find(groups, step, end if ends is not None else None, progress)
@@ -251,19 +251,6 @@ def _same(net: nn.Module, end: nn.Module) -> bool:
         for name, value in ours.items()
         if isinstance(value, Tensor)
     )
-
-
-@contextmanager
-def _evaluating(net: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put a network into evaluation mode, without gradients; its modes and the random state come back."""
-    modes = [(module, module.training) for module in net.modules()]
-    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            net.eval()
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
 
 
 def _eager(net: nn.Module) -> AbstractContextManager[Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+
+from lightning_symmetry.networks.mlp import flat_samples
 
 
 class Autoencoder(nn.Module):
@@ -51,12 +52,7 @@ class Autoencoder(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, ...)`` with ``in_features`` entries a sample to its reconstruction ``(N, in_features)``."""
-        if math.prod(input.shape[1:]) != self.in_features:
-            raise ValueError(
-                f"The autoencoder takes {self.in_features} features, but a sample of the input of shape "
-                f"{tuple(input.shape)} has {math.prod(input.shape[1:])}."
-            )
-        hidden = input.flatten(1)
+        hidden = flat_samples(input, self.in_features, "autoencoder")
         for linear, norm, activation in zip(self.linears, self.norms, self.activations, strict=True):
             hidden = activation(norm(linear(hidden)))
         return hidden

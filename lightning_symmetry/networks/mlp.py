@@ -49,12 +49,22 @@ class MLP(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, ...)`` with ``in_features`` entries a sample to logits ``(N, num_classes)``."""
-        if math.prod(input.shape[1:]) != self.in_features:
-            raise ValueError(
-                f"The MLP takes {self.in_features} features, but a sample of the input of shape "
-                f"{tuple(input.shape)} has {math.prod(input.shape[1:])}."
-            )
-        hidden = input.flatten(1)
+        hidden = flat_samples(input, self.in_features, "MLP")
         for linear, norm, activation in zip(self.linears, self.norms, self.activations, strict=False):
             hidden = activation(norm(linear(hidden)))
         return self.linears[-1](hidden)
+
+
+def flat_samples(input: Tensor, in_features: int, title: str) -> Tensor:
+    """Return samples as rows of ``in_features`` entries.
+
+    Raises:
+        ValueError: If they have another number.
+    """
+    found = math.prod(input.shape[1:])
+    if found != in_features:
+        raise ValueError(
+            f"The {title} takes {in_features} features, but a sample of the input of shape {tuple(input.shape)} "
+            f"has {found}."
+        )
+    return input.flatten(1)

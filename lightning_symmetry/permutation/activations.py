@@ -17,13 +17,13 @@ from tqdm.auto import tqdm
 from lightning_symmetry.landscape.batches import to_device
 from lightning_symmetry.permutation.assignment import best_assignment, best_blocks, top_groups, update
 from lightning_symmetry.permutation.axes import Axis
-from lightning_symmetry.permutation.equivalence import device_of
 from lightning_symmetry.permutation.layout import free_atoms, normal, positions_of
 from lightning_symmetry.permutation.running import run_plainly, tensors_in
 from lightning_symmetry.permutation.spec import PermutationSpec, check_shapes, trace_permutations
 from lightning_symmetry.permutation.terms import Atom, Concat, Term, Tree
 from lightning_symmetry.permutation.trace import Call, operation
 from lightning_symmetry.permutation.weights import Match, check_finite
+from lightning_symmetry.surgery import device_of
 
 Inputs = Callable[[Any], Any]
 _MOST_PASSES = 5

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from lightning_symmetry.landscape.batches import to_device
 from lightning_symmetry.permutation.activations import Inputs, first_of_batch, match_activations
-from lightning_symmetry.permutation.equivalence import check_equivalence, device_of
+from lightning_symmetry.permutation.equivalence import check_equivalence
 from lightning_symmetry.permutation.spec import PermutationSpec, check_shapes, trace_permutations
 from lightning_symmetry.permutation.weights import match_weights
-from lightning_symmetry.surgery import check_constants, constants_of, example_of
+from lightning_symmetry.surgery import check_constants, constants_of, device_of, example_of
 
 Method = Literal["weights", "activations"]
 

@@ -15,7 +15,7 @@ from lightning_symmetry.landscape.batches import to_device
 from lightning_symmetry.landscape.steps import Step, cross_entropy_per_sample, supervised_step
 from lightning_symmetry.permutation.constants import PlainNetwork, plain_network
 from lightning_symmetry.permutation.spec import Group
-from lightning_symmetry.surgery import evaluating
+from lightning_symmetry.surgery import device_of, evaluating
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def effective_asymmetry(
     generator = generator or torch.Generator().manual_seed(0)
     chosen = {name: _draw(spec.groups[name].size, pairs, generator) for name in names}
     swaps = [(name, pair) for name in names for pair in chosen[name]]
-    device = next((p.device for p in net.parameters()), torch.device("cpu"))
+    device = device_of(net)
     transfer = transfer or (lambda batch: to_device(batch, device))
     exchange = _Exchange(network)
     totals = torch.zeros(1 + len(swaps), dtype=torch.float64)

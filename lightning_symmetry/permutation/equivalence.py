@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_symmetry.landscape.batches import to_device
 from lightning_symmetry.permutation.running import run_plainly, tensors_in
-from lightning_symmetry.surgery import example_of
+from lightning_symmetry.surgery import device_of, example_of
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest deviation that counts as rounding, relative to the largest output, by the coarsest type of the parameters."""
@@ -135,11 +135,6 @@ class _Plain(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-def device_of(net: nn.Module) -> torch.device:
-    """Return the device of the first parameter or buffer."""
-    return next((tensor.device for tensor in [*net.parameters(), *net.buffers()]), torch.device("cpu"))
 
 
 def _run(net: nn.Module, inputs: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_symmetry.surgery import call, evaluating
+from lightning_symmetry.surgery import call, evaluating, without_attention_fast_path
 
 
 class DynamicNetworkError(ValueError):
@@ -28,7 +28,7 @@ def run_plainly(net: nn.Module, example_input: Any, mode: TorchDispatchMode) -> 
     stack = getattr(mode, "modules", [])
     with (
         evaluating(net),
-        _plain_attention(),
+        without_attention_fast_path(),
         _plain_recurrence(net),
         torch.compiler.set_stance("force_eager"),
         _module_names(net, stack),
@@ -44,17 +44,6 @@ def run_plainly(net: nn.Module, example_input: Any, mode: TorchDispatchMode) -> 
                 f"{type(net).__name__} cannot be called with the example input ({shapes}), in "
                 f"{(stack[-1] if stack else '') or 'the network itself'}: {error}"
             ) from error
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Keep transformer layers from their fused evaluation path."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from lightning_symmetry.surgery.contract import (
     check_constants,
     constants_of,
 )
+from lightning_symmetry.surgery.convertible import OTHER_MAPS, why_not_convertible
 from lightning_symmetry.surgery.replace import (
     match_patterns,
     module_names,
@@ -18,10 +19,11 @@ from lightning_symmetry.surgery.replace import (
     why_not_callable,
 )
 from lightning_symmetry.surgery.report import ConversionReport, ReportRow
-from lightning_symmetry.surgery.run import call, evaluating, example_of
+from lightning_symmetry.surgery.run import call, device_of, evaluating, example_of, without_attention_fast_path
 
 __all__ = [
     "CONSTANT_BUFFERS",
+    "OTHER_MAPS",
     "ConversionReport",
     "HasConstants",
     "ReparametrizedLayer",
@@ -29,6 +31,7 @@ __all__ = [
     "call",
     "check_constants",
     "constants_of",
+    "device_of",
     "evaluating",
     "example_of",
     "match_patterns",
@@ -39,4 +42,6 @@ __all__ = [
     "tied_parameters",
     "uncompiled",
     "why_not_callable",
+    "why_not_convertible",
+    "without_attention_fast_path",
 ]

@@ -58,3 +58,19 @@ def evaluating(net: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def without_attention_fast_path() -> Iterator[None]:
+    """Keep attention and transformer layers from their fused evaluation path."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def device_of(net: nn.Module) -> torch.device:
+    """Return the device of the first parameter or buffer."""
+    return next((tensor.device for tensor in [*net.parameters(), *net.buffers()]), torch.device("cpu"))

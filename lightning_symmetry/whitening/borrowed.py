@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_symmetry.surgery import HasConstants, ReparametrizedLayer
+from lightning_symmetry.surgery.convolution import convolve
 from lightning_symmetry.whitening.applied import Applied
 from lightning_symmetry.whitening.coefficients import Mode, Whitening
-from lightning_symmetry.whitening.conv import convolve
 from lightning_symmetry.whitening.layer import HasWhitening, precondition
 
 

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_symmetry.surgery.convolution import convolve
 from lightning_symmetry.whitening.applied import Applied, apply_rows, full_precision, shift_of, solve_rows, tap_by_tap
 from lightning_symmetry.whitening.coefficients import WhiteningError
-from lightning_symmetry.whitening.conv import ConvMap, convolve
+from lightning_symmetry.whitening.conv import ConvMap
 from lightning_symmetry.whitening.layer import NewLayer, State
 from lightning_symmetry.whitening.linear import LinearMap
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from tqdm.auto import tqdm
 
 from lightning_symmetry.landscape.steps import Step, supervised_step
-from lightning_symmetry.surgery import evaluating, match_patterns, plain_copy
+from lightning_symmetry.surgery import evaluating, match_patterns, plain_copy, without_attention_fast_path
 from lightning_symmetry.whitening.coordinates import WhitenedCoordinates
 from lightning_symmetry.whitening.likelihoods import Likelihood, check_outputs, likelihood_of
 
@@ -131,15 +131,11 @@ def fisher_model(
     net: nn.Module, batch: Any, layers: Iterable[str] | None, dtype: torch.dtype, **settings: Any
 ) -> Iterator[FisherModel]:
     """Prepare a copy of a network with plain layers, in evaluation mode; products are to be taken within."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # attention's fused kernels have no forward-mode derivative
-    try:
-        with torch.inference_mode(False), sdpa_kernel(SDPBackend.MATH):
-            copy = plain_copy(net).to(dtype)
-            with evaluating(copy):
-                yield FisherModel(copy, batch, layers, **settings)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    # Attention's fused kernels have no forward-mode derivative.
+    with without_attention_fast_path(), torch.inference_mode(False), sdpa_kernel(SDPBackend.MATH):
+        copy = plain_copy(net).to(dtype)
+        with evaluating(copy):
+            yield FisherModel(copy, batch, layers, **settings)
 
 
 class _Outputs(nn.Module):

@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils import parametrize
 
 from lightning_symmetry.surgery import (
+    OTHER_MAPS,
     ConversionReport,
     match_patterns,
     module_names,
     replace_modules,
     settings_for,
-    tied_parameters,
-    why_not_callable,
+    why_not_convertible,
 )
 from lightning_symmetry.whitening.borrowed import BorrowedLayer, can_borrow
 from lightning_symmetry.whitening.coefficients import Mode, check_mode
@@ -35,20 +33,6 @@ _EXPLICIT = {
     nn.Conv1d: ExplicitWhitenedConv1d,
     nn.Conv2d: ExplicitWhitenedConv2d,
 }
-# Weights of other kinds, which are named in the report so that nobody takes them for whitened.
-_OTHER_MAPS = (
-    nn.MultiheadAttention,
-    nn.Bilinear,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.RNNBase,
-    nn.RNNCellBase,
-)
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def whiten(
@@ -97,7 +81,7 @@ def whiten(
         raise ValueError(f"The network is whitened already: {', '.join(twice[:3])} ({len(twice)} layers).")
     names = module_names(net)
     layers = {found[0]: module for module, found in names.items() if _is_map(module)}
-    if "" in layers and not isinstance(net, _OTHER_MAPS):
+    if "" in layers and not isinstance(net, OTHER_MAPS):
         raise ValueError(f"The network is itself a {type(net).__name__}: wrap it in nn.Sequential first.")
     skipped = match_patterns(layers, skip, "skip")
     overrides = overrides or {}
@@ -142,7 +126,7 @@ def unwhiten(net: NetT) -> NetT:
 
 
 def _is_map(module: nn.Module) -> bool:
-    return isinstance(module, (*_CANONICAL, *_OTHER_MAPS)) or can_borrow(module)
+    return isinstance(module, (*_CANONICAL, *OTHER_MAPS)) or can_borrow(module)
 
 
 def _convert(module: nn.Module, mode: Mode, explicit: bool) -> HasWhitening:
@@ -155,30 +139,8 @@ def _why_left_alone(
     net: nn.Module, layers: Mapping[str, nn.Module], chosen: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, str]:
     """Return the reason for each layer that cannot be converted."""
-    uncalled = why_not_callable(net)
-    tied = tied_parameters(net)
-    reasons = {}
+    reasons = why_not_convertible(net, layers, _CANONICAL, lambda m: type(m) in _CANONICAL or can_borrow(m))
     for name, module in layers.items():
-        known = type(module) in _CANONICAL or can_borrow(module)
-        if name in uncalled:
-            reasons[name] = uncalled[name]
-        elif isinstance(module._parameters.get("weight"), UninitializedParameter):
-            reasons[name] = "its parameters are lazy: run the network once before"
-        elif isinstance(module, tuple(_CANONICAL)) and (
-            parametrize.is_parametrized(module) or "weight" not in module._parameters
-        ):
-            reasons[name] = "its weight is parametrised"
-        elif not known:
-            base = next((kind for kind in _CANONICAL if isinstance(module, kind)), None)
-            reasons[name] = (
-                f"a subclass of {base.__name__} with a forward of its own"
-                if base
-                else "its weights are not those of a linear layer or convolution"
-            )
-        elif name in tied:
-            reasons[name] = f"its parameters are tied to {', '.join(other or 'the network' for other in tied[name])}"
-        elif any(getattr(module, hooks) for hooks in _HOOKS):
-            reasons[name] = "it has hooks, which would be lost"
-        elif chosen[name]["explicit"] and can_borrow(module):
-            reasons[name] = "it has no explicit form: its entries are those of the canonical weight"
+        if chosen[name]["explicit"] and can_borrow(module):
+            reasons.setdefault(name, "it has no explicit form: its entries are those of the canonical weight")
     return reasons

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import os
-import subprocess
-import sys
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from distributed import launch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -336,12 +334,7 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")]), *sys.path[1:]])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch(script, folder, timeout=120)
     return folder
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from distributed import launch
 from tiny_modules import CLASSES, Plain, assert_same, by_hand, deep_mlp, loader, mlp, supervised
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -74,12 +72,7 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")]), *sys.path[1:]])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch(script, folder, timeout=120)
     return folder
 
 

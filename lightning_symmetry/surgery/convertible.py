@@ -1,0 +1,66 @@
+"""Which layers of a network a conversion can replace, and why it leaves the others alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from lightning_symmetry.surgery.replace import tied_parameters, why_not_callable
+
+# Weights of other kinds, which reports name so that nobody takes them for converted.
+OTHER_MAPS = (
+    nn.MultiheadAttention,
+    nn.Bilinear,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.RNNBase,
+    nn.RNNCellBase,
+)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def why_not_convertible(
+    net: nn.Module,
+    layers: Mapping[str, nn.Module],
+    kinds: Iterable[type[nn.Module]],
+    known: Callable[[nn.Module], bool],
+) -> dict[str, str]:
+    """Return the reason for each layer that no conversion can replace.
+
+    Args:
+        net: The network.
+        layers: Its layers by name.
+        kinds: Plain layers that the conversion is for; a subclass of one may have a forward of its own.
+        known: Whether the conversion knows how a layer computes.
+    """
+    kinds = tuple(kinds)
+    uncalled = why_not_callable(net)
+    tied = tied_parameters(net)
+    reasons = {}
+    for name, module in layers.items():
+        weight = module._parameters.get("weight")
+        if name in uncalled:
+            reasons[name] = uncalled[name]
+        elif isinstance(weight, UninitializedParameter) and (isinstance(module, kinds) or known(module)):
+            reasons[name] = "its parameters are lazy: run the network once before"
+        elif isinstance(module, kinds) and (parametrize.is_parametrized(module) or "weight" not in module._parameters):
+            reasons[name] = "its weight is parametrised"
+        elif not known(module):
+            base = next((kind for kind in kinds if isinstance(module, kind)), None)
+            reasons[name] = (
+                f"a subclass of {base.__name__} with a forward of its own"
+                if base
+                else "its weights are not those of a linear layer or convolution"
+            )
+        elif name in tied:
+            reasons[name] = f"its parameters are tied to {', '.join(other or 'the network' for other in tied[name])}"
+        elif any(getattr(module, hooks) for hooks in _HOOKS):
+            reasons[name] = "it has hooks, which would be lost"
+    return reasons
