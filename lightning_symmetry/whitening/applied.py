@@ -46,7 +46,7 @@ class Applied(NamedTuple):
         if self.basis is not None:
             return "dense" if self.shrink is None else f"rank {self.basis.shape[-1]}"
         if self.scale is not None:
-            return "diagonal"
+            return "scaled" if self.scale.shape[-1] == 1 else "diagonal"
         return "identity" if self.center is None else "centred"
 
 
@@ -59,12 +59,14 @@ def applied(whitening: Whitening, like: Tensor, power: int) -> Applied:
     """Bring coefficients into the form in which a layer applies them.
 
     The dense matrix costs 2 N^2 operations a row and the low-rank form 4 N r, so that the dense one is taken where
-    r > N / 2. Either is computed in float64 and then rounded.
+    r > N / 2. Directions whose multiplier P is within 0.1 % of the largest one get that: with a damping above their
+    variance there are many of them, and a variance from N_s samples is far less certain. What remains is computed in
+    float64 and then rounded.
 
     Args:
         whitening: Coefficients with a leading axis of groups.
         like: The weight, whose device and type they take.
-        power: 1 for U, 2 for P.
+        power: 1 for U, 2 for P, of the same directions.
 
     Raises:
         WhiteningError: If a coefficient is not finite in the layer's type.
@@ -73,15 +75,33 @@ def applied(whitening: Whitening, like: Tensor, power: int) -> Applied:
     scale, basis, shrink = whitening.scale, whitening.basis, whitening.shrink
     if basis is None:
         scale = None if whitening.mode == "center" else scale**power
-    elif 2 * basis.shape[-1] > basis.shape[-2]:
-        scale, shrink = None, None
-        basis = whitening.dense() if power == 1 else whitening.dense_precondition()
     else:
-        scale, shrink = scale**power, shrink if power == 1 else shrink * (2 - shrink)
+        scale, basis, shrink = _distinct(scale, basis, shrink)
+        if 2 * basis.shape[-1] > basis.shape[-2]:
+            scale, shrink = None, None
+            basis = whitening.dense() if power == 1 else whitening.dense_precondition()
+        elif basis.shape[-1] == 0:
+            scale, basis, shrink = scale**power, None, None
+        else:
+            scale, shrink = scale**power, shrink if power == 1 else shrink * (2 - shrink)
     result = Applied(center, scale, basis, shrink).to(like)
     if not all(bool(torch.isfinite(t).all()) for t in result if t is not None):
         raise WhiteningError(f"Whitening coefficients overflow in {working_dtype(like)}: choose a larger eps.")
     return result
+
+
+_DISTINCT = 1e-3
+"""Relative difference between multipliers that counts."""
+
+
+def _distinct(scale: Tensor, basis: Tensor, shrink: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return s, Q and u of U with the directions alone whose multiplier is not the largest."""
+    roots = scale * (1 - shrink)
+    complete = basis.shape[-1] == basis.shape[-2]
+    largest = roots.amax(-1, keepdim=True) if complete else scale
+    shrink, order = (1 - roots / largest).sort(descending=True)
+    rank = int((shrink * (2 - shrink) > _DISTINCT).sum(-1).max())  # the same for all groups
+    return largest, basis.gather(-1, order.unsqueeze(-2).expand_as(basis))[..., :rank], shrink[..., :rank]
 
 
 def full_precision(like: Tensor) -> AbstractContextManager[Any]:
@@ -95,6 +115,24 @@ def apply_rows(rows: Tensor, scale: Tensor | None, basis: Tensor | None, shrink:
     if basis is not None:
         rows = rows @ basis if shrink is None else rows - ((rows @ basis) * shrink.unsqueeze(-2)) @ basis.mT
     return rows if scale is None else rows * scale.unsqueeze(-2)
+
+
+def apply_rows_(rows: Tensor, scale: Tensor | None, basis: Tensor | None, shrink: Tensor | None) -> Tensor:
+    """Return ``rows A`` for rows ``(n, N)`` or ``(1, n, N)`` that may be overwritten: one pass instead of three."""
+    factor = None if scale is None else _number(scale)
+    if factor is not None and basis is None:
+        return rows.mul_(factor)
+    if shrink is None or factor is None or rows.shape[:-2].numel() != 1:
+        return apply_rows(rows, scale, basis, shrink)
+    matrix, columns = rows.view(rows.shape[-2:]), basis.view(basis.shape[-2:])
+    inner = (matrix @ columns) * shrink.view(-1)
+    return matrix.addmm_(inner, columns.mT, beta=factor, alpha=-factor).view(rows.shape)
+
+
+def _number(scale: Tensor) -> float | None:
+    """Return a scale as a number where it is one that is at hand: not on an accelerator, nor while it is traced."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return None if traced or scale.numel() != 1 or scale.device.type != "cpu" else float(scale)
 
 
 def solve_rows(rows: Tensor, scale: Tensor | None, basis: Tensor | None, shrink: Tensor | None) -> Tensor:

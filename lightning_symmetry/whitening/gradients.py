@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_symmetry.whitening.applied import apply_rows, full_precision, shift_of, tap_by_tap
+from lightning_symmetry.whitening.applied import apply_rows, apply_rows_, full_precision, shift_of, tap_by_tap
 
 
 class WhitenedWeight(torch.autograd.Function):
@@ -93,9 +93,13 @@ def whitened_gradients(
     if grad_bias is None or center is None:
         return tap_by_tap(weight, groups, apply_rows, scale, basis, shrink).to(grad_weight.dtype), grad_bias
     bias = grad_bias.to(like.dtype)
-    outer = bias.view(groups, -1, 1) * center.unsqueeze(1)
-    centred = weight - outer.view(weight.shape[:2] + (1,) * (weight.ndim - 2))
-    weight = tap_by_tap(centred, groups, apply_rows, scale, basis, shrink)
+    if weight.ndim == 2 and groups == 1:
+        centred = torch.addr(weight, bias, center[0], alpha=-1).unsqueeze(0)
+        weight = apply_rows_(centred, scale, basis, shrink).squeeze(0)
+    else:
+        outer = bias.view(groups, -1, 1) * center.unsqueeze(1)
+        centred = weight - outer.view(weight.shape[:2] + (1,) * (weight.ndim - 2))
+        weight = tap_by_tap(centred, groups, apply_rows, scale, basis, shrink)
     return weight.to(grad_weight.dtype), (bias - shift_of(weight, center)).to(grad_bias.dtype)
 
 
@@ -136,11 +140,14 @@ class WhitenedProduct(torch.autograd.Function):
                 grad_x = (delta @ weight).view_as(x)
             if needs_weight:
                 rows = x.reshape(-1, x.shape[-1])
-                rows = rows if center is None else rows - center[0]
                 coefficients = (None if t is None else t[0] for t in (scale, basis, shrink))
-                grad_weight = delta.mT @ apply_rows(rows, *coefficients)
-            if needs_bias:
+                if center is None:
+                    rows = apply_rows(rows, *coefficients)
+                else:
+                    rows = apply_rows_(rows - center[0], *coefficients)
+                grad_weight = delta.mT @ rows
+            if needs_bias and (center is None or not needs_weight):
                 grad_bias = delta.sum(0)
-                if grad_weight is not None and center is not None:
-                    grad_bias = grad_bias - grad_weight @ center[0]
+            elif needs_bias:
+                grad_bias = delta.mT @ (1 - rows @ center[0])
         return grad_x, grad_weight, grad_bias, None, None, None, None

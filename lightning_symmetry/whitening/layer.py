@@ -96,7 +96,7 @@ class HasWhitening(nn.Module):
 
     @property
     def form(self) -> str:
-        """The form in which coefficients are applied: ``"identity"``, ``"centred"``, ``"dense"``, ``"rank 100"``."""
+        """How coefficients are applied: ``"identity"``, ``"centred"``, ``"scaled"``, ``"dense"``, ``"rank 9"``, ..."""
         return self._applied.describe()
 
     @abstractmethod

@@ -192,7 +192,7 @@ class InputStatistics:
         return f"InputStatistics({self._describe()}, num_rows={self.num_rows})"
 
 
-_CHUNK = 2**22
+_CHUNK = 2**18
 """Number of entries that are brought to float64 at a time."""
 
 _STATE = ("num_rows", "count", "centred", "_rows", "_weights", "_mean", "_scatter")

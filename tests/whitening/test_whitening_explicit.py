@@ -66,7 +66,7 @@ def test_padded_borders_are_exact(case):
     for explicit in (False, True):
         net = whiten(nn.Sequential(copy.deepcopy(plain)), explicit=explicit)
         reparametrize(net, collect_statistics(net, lambda net=net: net(x)), 1e-3)
-        assert whitened_layers(net)["0"].form == "dense"
+        assert whitened_layers(net)["0"].form not in ("identity", "centred")
         torch.testing.assert_close(net(x), plain(x), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(net(x[0]), plain(x[0]), rtol=1e-10, atol=1e-10)
     assert not torch.allclose(net[0].weight, plain.weight, rtol=0.1)

@@ -126,7 +126,7 @@ def momentum_of(net, optimizer, function):
 
 @pytest.mark.parametrize("rows", [3, 40], ids=["activation side", "gradient side"])
 @pytest.mark.parametrize("mode", ["full", "diagonal", "center"])
-@pytest.mark.parametrize(("count", "form"), [(4, "rank 4"), (7, "dense"), (60, "dense")])
+@pytest.mark.parametrize(("count", "form"), [(4, "rank 3"), (9, "dense"), (60, "dense")])
 def test_gradients_of_every_form_and_side(count, form, mode, rows):
     torch.manual_seed(0)
     plain = nn.Linear(12, 10).double()
@@ -148,6 +148,22 @@ def test_gradients_of_every_form_and_side(count, form, mode, rows):
     U, c = net[0].whitening_matrix()
     torch.testing.assert_close(U[0] @ U[0], P)
     torch.testing.assert_close(c[0], mean)
+
+
+@pytest.mark.parametrize("count", [8, 200])
+def test_variances_far_below_the_damping_count_as_none(count):
+    torch.manual_seed(0)
+    spread = torch.tensor([1.0] * 3 + [1e-3] * 9, dtype=torch.float64)
+    samples = torch.randn(count, 12, dtype=torch.float64) * spread
+    P = torch.linalg.inv(covariance_of(samples)[1] + EPS * torch.eye(12, dtype=torch.float64))
+    roots = []
+    for explicit in (False, True):
+        net = whiten(nn.Sequential(nn.Linear(12, 10).double()), explicit=explicit)
+        reparametrize(net, collect_statistics(net, lambda net=net: net(samples)), EPS)
+        assert net[0].form == "rank 3"
+        roots.append(net[0].whitening_matrix()[0][0])
+    torch.testing.assert_close(roots[0], roots[1])  # both forms leave out the same ones
+    assert torch.linalg.matrix_norm(roots[0] @ roots[0] - P, 2) < 1e-3 / EPS
 
 
 FROZEN = {"weight": (False, True), "bias": (True, False), "none": (True, None), "both": (False, False)}

@@ -266,4 +266,4 @@ def test_layers_describe_themselves():
     assert (
         "ExplicitWhitenedConv2d(4, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), groups=2, bias=False" in text
     )
-    assert "ExplicitWhitenedLinear(in_features=128, out_features=24, bias=True, mode='full', form='rank 6')" in text
+    assert "ExplicitWhitenedLinear(in_features=128, out_features=24, bias=True, mode='full', form='rank 5')" in text
