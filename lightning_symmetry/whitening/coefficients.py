@@ -170,7 +170,8 @@ def zca_whitening_from_samples(
     mean = (share @ samples) if centred else torch.zeros_like(samples[..., 0, :])
     if mode == "center":
         return centering(mean)
-    rows = (samples - mean.unsqueeze(-2)) * share.sqrt().unsqueeze(-1)
+    rows = (samples - mean.unsqueeze(-2)).mul_(share.sqrt().unsqueeze(-1))
+    del samples
     if mode == "diagonal":
         return diagonal_whitening(mean, rows.square().sum(-2), eps, relative=relative)
     if count >= size:
@@ -179,7 +180,7 @@ def zca_whitening_from_samples(
     values, left = _eigh(rows @ rows.mT)
     seen = values > values[..., -1:].clamp_min(0) * size * torch.finfo(torch.float64).eps
     values = torch.where(seen, values, 0)
-    basis = (rows.mT @ left) * torch.where(seen, values, 1).rsqrt().unsqueeze(-2) * seen.unsqueeze(-2)
+    basis = rows.mT @ (left * (torch.where(seen, values, 1).rsqrt() * seen).unsqueeze(-2))
     shrink = 1 - (damping / (values + damping)).sqrt()
     return Whitening(mean, damping.rsqrt(), basis, shrink)
 

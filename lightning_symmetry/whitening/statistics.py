@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_symmetry.whitening.applied import working_dtype
 from lightning_symmetry.whitening.coefficients import (
     Mode,
     Whitening,
@@ -66,7 +67,7 @@ class InputStatistics:
         self.centred, self.offset = centred, offset
         self.num_rows = 0
         self.count = 0.0
-        self._rows: Tensor | None = None  # (groups, n, N), as long as n <= N
+        self._rows: Tensor | None = None  # (groups, n, N) as they are, as long as n <= N
         self._weights: Tensor | None = None  # (n,)
         self._mean: Tensor | None = None  # (groups, N), afterwards
         self._scatter: Tensor | None = None  # (groups, N, N), or (groups, N) in the diagonal mode
@@ -89,8 +90,8 @@ class InputStatistics:
         for part in rows.reshape(-1, self.groups, self.size).split(max(self.size, _CHUNK // rows.shape[-1])):
             batch = InputStatistics(self.size, self.groups, self.spatial, self.mode, self.centred, self.offset)
             batch.num_rows, batch.count = len(part), float(len(part))
-            batch._rows = part.to(device, torch.float64, copy=True).movedim(1, 0)
-            batch._weights = batch._rows.new_ones(len(part))
+            batch._rows = part.to(device, working_dtype(part), copy=True).movedim(1, 0)
+            batch._weights = batch._rows.new_ones(len(part), dtype=torch.float64)
             self.merge(batch)
 
     def merge(self, other: InputStatistics) -> None:
@@ -170,10 +171,11 @@ class InputStatistics:
     def _moments(self) -> tuple[float, Tensor, Tensor | None]:
         if self._rows is None:
             return self.count, self._mean, self._scatter
-        mean = self._weights @ self._rows / self.count
+        rows = self._rows.double()
+        mean = self._weights @ rows / self.count
         if self.mode == "center":
             return self.count, mean, None
-        rows = (self._rows - mean.unsqueeze(1)) * self._weights.sqrt().unsqueeze(-1)
+        rows = (rows - mean.unsqueeze(1)) * self._weights.sqrt().unsqueeze(-1)
         return self.count, mean, rows.square().sum(1) if self.mode == "diagonal" else rows.mT @ rows
 
     def state_dict(self) -> dict[str, Any]:
