@@ -1,8 +1,10 @@
 """Figure 3 of Natural Neural Networks: training a deep autoencoder with PRONG and with other optimizers.
 
-Every method gets the same number of learning rates and of updates; the rate with the lowest training error at the end
-counts. Errors are half the squared error of an image, over the first 10,000 training images; seconds are CPU seconds of
-one thread, without the time to evaluate.
+Every method gets the same number of learning rates, batch sizes and updates; those with the lowest training error at
+the end count. Then PRONG's best training is repeated with other dampings (eps) and intervals (T), and from an
+initialisation that is not whitened. Errors are half the squared error of an image, over the first 10,000 training
+images; seconds are CPU seconds of one thread, without the time to evaluate. Finished trainings lie in the folder of the
+results and are not repeated.
 
     python recipes/prong_autoencoder.py
     python recipes/prong_autoencoder.py --config recipes/configs/mnist_autoencoder.yaml --data_dir DIR
@@ -10,25 +12,20 @@ one thread, without the time to evaluate.
 
 from __future__ import annotations
 
-import math
 import os
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from autoencoder_training import Data, Method, Training, make_data, run
 from jsonargparse import auto_cli
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from shared import make_trainer, mean_and_deviation, publish, quiet, run_jobs, table
+from shared import mean_and_deviation, publish, quiet, run_jobs, table
 
-import lightning_symmetry as ls
-
-Method = Literal["sgd", "momentum", "rmsprop", "adam", "batch_norm", "center", "prong"]
 LABELS = {
     "sgd": "SGD",
     "momentum": "SGD, momentum 0.9",
@@ -38,28 +35,32 @@ LABELS = {
     "center": "centring, momentum 0.9",
     "prong": "PRONG, momentum 0.9",
 }
+Result = dict[str, Any]
 
 
 @dataclass
 class Setting:
-    """Train the autoencoder with each method and learning rate, and compare the best of each.
+    """Train the autoencoder with each method, learning rate and batch size, and compare the best of each.
 
     Args:
         methods: Optimizers; "center" is PRONG that centres only, "batch_norm" another network.
         learning_rates: Learning rates of SGD, with and without momentum, batch norm, centring and PRONG.
         adaptive_rates: Those of RMSprop and Adam, as many.
-        seeds: Number of seeds, from ``seed`` on.
+        batch_sizes: Batch sizes.
+        seeds: Number of seeds, from ``seed`` on. The first one serves the search, the others the best of each method.
         seed: First seed, of initialisation and order of the data.
         data: Data set.
         data_dir: Folder of data sets that are not embedded.
         hidden: Widths of the encoder.
-        batch_size: Batch size.
         steps: Updates of each training.
         num_points: Number of times that the training error is measured.
         every_n_steps: Updates between two reparametrisations (T).
         num_samples: Samples of the statistics (N_s).
         eps: Damping of the whitening; well below the variance of the activations, or nothing is whitened.
+        ema: Weight of the past in a moving average of the statistics; null: none.
         whiten_at_init: Whether PRONG whitens before the first update.
+        eps_values: Dampings to try with PRONG's best learning rate and those around it (figure 3a); may be empty.
+        intervals: Intervals to try, with and without whitened initialisation (figure 3b); may be empty.
         workers: Processes of one thread each, 0 for none; default: one a core, none on an accelerator.
         out_dir: Folder for results and figures.
     """
@@ -67,129 +68,68 @@ class Setting:
     methods: list[Method] = field(default_factory=lambda: list(LABELS))
     learning_rates: list[float] = field(default_factory=lambda: [0.3, 0.1, 0.03])
     adaptive_rates: list[float] = field(default_factory=lambda: [1e-2, 3e-3, 1e-3])
+    batch_sizes: list[int] = field(default_factory=lambda: [128])
     seeds: int = 1
     seed: int = 0
-    data: Literal["digits", "mnist", "fashion_mnist"] = "digits"
+    data: Data = "digits"
     data_dir: str = "data"
     hidden: list[int] = field(default_factory=lambda: [128, 64, 32, 10])
-    batch_size: int = 128
     steps: int = 1000
     num_points: int = 10
     every_n_steps: int = 100
     num_samples: int = 128
     eps: float = 0.01
+    ema: float | None = None
     whiten_at_init: bool = True
+    eps_values: list[float] = field(default_factory=lambda: [0.1, 0.01, 0.001])
+    intervals: list[int] = field(default_factory=lambda: [10, 100, 1000])
     workers: int | None = None
     out_dir: str = "runs/prong_autoencoder"
 
 
-def make_data(setting: Setting) -> pl.LightningDataModule:
-    """Return the data module."""
-    if setting.data == "digits":
-        return ls.DigitsData(setting.batch_size, normalize=False)
-    return ls.VisionData(setting.data, setting.data_dir, setting.batch_size, normalize=False)
+def search_of(setting: Setting, method: Method) -> list[Training]:
+    """Return the trainings among which a method's best is searched."""
+    rates = setting.adaptive_rates if method in ("adam", "rmsprop") else setting.learning_rates
+    names = ("every_n_steps", "num_samples", "eps", "ema", "whiten_at_init")
+    whitening = {name: getattr(setting, name) for name in names} if method in ("center", "prong") else {}
+    points = tuple(round(setting.steps * k / setting.num_points) for k in range(setting.num_points + 1))
+    return [
+        Training(method, rate, batch, setting.seed, setting.data, tuple(setting.hidden), points, **whitening)
+        for rate, batch in product(rates, setting.batch_sizes)
+    ]
 
 
-def make_optimizer(method: Method, rate: float) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return the optimizer of a method."""
-    if method == "adam":
-        return partial(torch.optim.Adam, lr=rate)
-    if method == "rmsprop":
-        return partial(torch.optim.RMSprop, lr=rate)
-    return partial(torch.optim.SGD, lr=rate, momentum=0.0 if method == "sgd" else 0.9)
+def around(rate: float, rates: Sequence[float]) -> list[float]:
+    """Return a learning rate and its neighbours in a search."""
+    rates = sorted(rates)
+    at = rates.index(rate)
+    return rates[max(0, at - 1) : at + 2]
 
 
-class Progress(pl.Callback):
-    """Measure the training error at some updates, and the CPU time without these measurements.
-
-    Args:
-        points: Updates at which to measure.
-        images: Training images.
-        tick: Reports to the progress bar.
-    """
-
-    def __init__(self, points: list[int], images: torch.Tensor, tick: Callable[[int], Any]) -> None:
-        self.points, self.images, self.tick = points, images, tick
-        self.errors: list[float] = []
-        self.seconds: list[float] = []
-        self._measuring = 0.0
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock, and measure the first error."""
-        self._start = time.process_time()
-        self._measure(pl_module)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Measure at the points."""
-        if trainer.global_step == self.points[len(self.errors)]:
-            self._measure(pl_module)
-            self.tick(1)
-            trainer.should_stop = not math.isfinite(self.errors[-1])
-
-    @torch.no_grad()
-    def _measure(self, module: pl.LightningModule) -> None:
-        now = time.process_time()
-        self.seconds.append(now - self._start - self._measuring)
-        training = module.training
-        module.eval()
-        total = sum(module.loss(module.net(x), x.flatten(1)).item() * len(x) for x in self.images.split(2000))
-        module.train(training)
-        self.errors.append(total / len(self.images))
-        self._measuring += time.process_time() - now
+def best_of(results: Sequence[Result]) -> Result:
+    """Return the training with the lowest error at the end."""
+    return min(results, key=lambda result: result["errors"][-1])
 
 
-def run(
-    setting: Setting, method: Method, rate: float, seed: int, tick: Callable[[int], Any], label: str = ""
-) -> dict[str, Any]:
-    """Train once and return the course of the training error; infinite from where it diverged."""
-    quiet()
-    pl.seed_everything(seed, verbose=False)
-    data = make_data(setting)
-    data.prepare_data()
-    data.setup("fit")
-    loader = data.eval_dataloader("train")
-    images = torch.cat([x for x, _ in islice(loader, -(-10_000 // loader.batch_size))])[:10_000]
-    net = ls.Autoencoder(images[0].numel(), setting.hidden, norm=method == "batch_norm")
-    module = ls.ReconstructionModule(net, optimizer=make_optimizer(method, rate))
-    points = [round(setting.steps * k / setting.num_points) for k in range(setting.num_points + 1)]
-    progress = Progress([*points, -1], images, tick)
-    callbacks: list[pl.Callback] = [progress]
-    if method in ("center", "prong"):
-        mode = "center" if method == "center" else "full"
-        whitening = {name: getattr(setting, name) for name in ("every_n_steps", "num_samples", "eps", "whiten_at_init")}
-        callbacks.insert(0, ls.PRONG(mode=mode, **whitening))
-    folder = Path(setting.out_dir) / f"{method}{label}" / f"lr{rate:g}" / f"seed{seed}"
-    every = max(1, setting.steps // 100)
-    trainer = make_trainer(folder, callbacks, max_steps=setting.steps, devices=1, log_every_n_steps=every)
-    trainer.fit(module, datamodule=data)
-    errors = [error if math.isfinite(error) else math.inf for error in progress.errors]
-    tick(len(points) - len(errors))
-    errors += [math.inf] * (len(points) - len(errors))
-    seconds = progress.seconds + [progress.seconds[-1]] * (len(points) - len(progress.seconds))
-    return {
-        "method": method,
-        "rate": rate,
-        "seed": seed,
-        "label": label,
-        "points": points,
-        "errors": errors,
-        "seconds": seconds,
-    }
+def train_all(setting: Setting, trainings: Sequence[Training], what: str) -> list[Result]:
+    """Run trainings, those that are there twice once."""
+    workers = setting.workers
+    if workers is None:
+        workers = 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    each = list(dict.fromkeys(trainings))
+    jobs = [{"training": one, "data_dir": setting.data_dir, "out_dir": setting.out_dir} for one in each]
+    found = run_jobs(run, jobs, len(jobs) * setting.num_points, workers, f"{len(jobs)} {what}", unit="point")
+    by_training = dict(zip(each, found, strict=True))
+    return [by_training[one] for one in trainings]
 
 
-def best_rates(results: list[dict[str, Any]], methods: list[Method]) -> dict[Method, list[dict[str, Any]]]:
-    """Return each method's runs with the learning rate whose mean error at the end is the lowest."""
-    found = {}
-    for method in methods:
-        by_rate: dict[float, list[dict[str, Any]]] = {}
-        for result in results:
-            if result["method"] == method and not result["label"]:
-                by_rate.setdefault(result["rate"], []).append(result)
-        found[method] = min(by_rate.values(), key=lambda runs: sum(r["errors"][-1] for r in runs))
-    return found
+def as_training(result: Result) -> Training:
+    """Return what a result was made with."""
+    values = {name: result[name] for name in Training.__dataclass_fields__}
+    return Training(**values | {"hidden": tuple(values["hidden"]), "points": tuple(values["points"])})
 
 
-def summarise(best: dict[Method, list[dict[str, Any]]]) -> str:
+def summarise(best: dict[Method, list[Result]]) -> str:
     """Return the table: training error after so many updates, and what an update costs."""
     points = next(iter(best.values()))[0]["points"]
     shown = [len(points) // 4, len(points) // 2, 3 * len(points) // 4, len(points) - 1]
@@ -197,48 +137,104 @@ def summarise(best: dict[Method, list[dict[str, Any]]]) -> str:
     for method, runs in best.items():
         errors = [mean_and_deviation([r["errors"][k] for r in runs], 2) for k in shown]
         cost = sum(r["seconds"][-1] / r["points"][-1] for r in runs) / len(runs)
-        rows.append([LABELS[method], f"{runs[0]['rate']:g}", *errors, f"{1e3 * cost:.2f}"])
-    return table(["method", "learning rate", *[f"{points[k]} updates" for k in shown], "CPU ms/update"], rows)
+        rows.append([LABELS[method], f"{runs[0]['rate']:g}", f"{runs[0]['batch_size']}", *errors, f"{1e3 * cost:.2f}"])
+    header = ["method", "learning rate", "batch", *[f"{points[k]} updates" for k in shown], "CPU ms/update"]
+    return table(header, rows)
 
 
-def draw(setting: Setting, best: dict[Method, list[dict[str, Any]]]) -> Figure:
-    """Draw figures 3c and 3d: the training error against updates and against CPU seconds."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
+def summarise_sensitivity(dampings: Sequence[Result], intervals: Sequence[Result]) -> str:
+    """Return the tables of figures 3a and 3b: training error at the end."""
+    parts = []
+    if dampings:
+        rates = sorted({r["rate"] for r in dampings})
+        rows = []
+        for eps in dict.fromkeys(r["eps"] for r in dampings):
+            errors = {r["rate"]: r["errors"][-1] for r in dampings if r["eps"] == eps}
+            rows.append([f"{eps:g}", *[f"{errors[rate]:.2f}" for rate in rates]])
+        parts.append(table(["eps", *[f"learning rate {rate:g}" for rate in rates]], rows))
+    if intervals:
+        rows = []
+        for interval in dict.fromkeys(r["every_n_steps"] for r in intervals):
+            runs = {r["whiten_at_init"]: r for r in intervals if r["every_n_steps"] == interval}
+            cost = 1e3 * runs[True]["seconds"][-1] / runs[True]["points"][-1]
+            rows.append([f"{interval}", *[f"{runs[kind]['errors'][-1]:.2f}" for kind in (True, False)], f"{cost:.2f}"])
+        parts.append(table(["T", "whitened initialisation", "fan-in", "CPU ms/update"], rows))
+    return "\n\n".join(parts)
+
+
+def draw(setting: Setting, best: dict[Method, list[Result]], dampings: list[Result], intervals: list[Result]) -> Figure:
+    """Draw figure 3: sensitivity above, where there is any, and below the error against updates and CPU seconds."""
+    rows = 2 if dampings or intervals else 1
+    figure = Figure(figsize=(11, 4.2 * rows), layout="constrained")
+    axes = figure.subplots(rows, 2, squeeze=False)
+    if rows == 2:
+        draw_sensitivity(axes[0, 0], axes[0, 1], dampings, intervals)
     for method, runs in best.items():
         error = torch.tensor([r["errors"] for r in runs]).mean(0)
         seconds = torch.tensor([r["seconds"] for r in runs]).mean(0)
-        for ax, x in zip(axes, (runs[0]["points"], seconds), strict=True):
+        for ax, x in zip(axes[-1], (runs[0]["points"], seconds), strict=True):
             ax.plot(x, error, marker="o", markersize=2, label=f"{LABELS[method]} ({runs[0]['rate']:g})")
-    axes[0].set(xlabel="updates", ylabel="training error", yscale="log")
-    axes[1].set(xlabel="CPU seconds, one thread")
-    figure.suptitle(f"autoencoder on {setting.data}, best learning rate of each method")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    axes[-1, 0].set_title("best of each method (learning rate)")
+    axes[-1, 1].set_title("the same by time")
+    for ax in axes.flat:
+        ax.set(xlabel="updates", ylabel="training error", yscale="log")
+    axes[-1, 1].set_xlabel("CPU seconds, one thread")
+    axes[-1, 0].legend(fontsize="x-small")
+    figure.suptitle(f"autoencoder on {setting.data}")
     return figure
 
 
-def main(setting: Setting) -> list[dict[str, Any]]:
-    """Run the recipe and return the results of all trainings."""
+def draw_sensitivity(left: Axes, right: Axes, dampings: list[Result], intervals: list[Result]) -> None:
+    """Draw figures 3a and 3b. As there, what does not learn (ends above the error of the start) is left out."""
+    dampings, intervals = ([r for r in part if r["errors"][-1] < r["errors"][0]] for part in (dampings, intervals))
+    styles = dict(zip(sorted({r["rate"] for r in dampings}), (":", "--", "-"), strict=False))
+    colours = {eps: f"C{k}" for k, eps in enumerate(sorted({r["eps"] for r in dampings}))}
+    for r in dampings:
+        label = f"eps {r['eps']:g}, rate {r['rate']:g}"
+        left.plot(r["points"], r["errors"], styles[r["rate"]], color=colours[r["eps"]], label=label)
+    colours = {interval: f"C{k}" for k, interval in enumerate(sorted({r["every_n_steps"] for r in intervals}))}
+    for r in intervals:
+        style, label = ("-", f"T {r['every_n_steps']}") if r["whiten_at_init"] else ("--", "the same, fan-in")
+        right.plot(r["points"], r["errors"], style, color=colours[r["every_n_steps"]], label=label)
+    for ax, title in ((left, "PRONG: damping"), (right, "PRONG: interval and initialisation")):
+        ax.set_title(title)
+        if ax.lines:
+            ax.legend(fontsize="x-small")
+
+
+def main(setting: Setting) -> dict[str, Any]:
+    """Run the recipe and return its results."""
     quiet()
-    workers = setting.workers
-    if workers is None:
-        workers = 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
-    make_data(setting).prepare_data()
-    jobs = []
-    for seed in range(setting.seed, setting.seed + setting.seeds):
-        for method in setting.methods:
-            rates = setting.adaptive_rates if method in ("adam", "rmsprop") else setting.learning_rates
-            jobs += [{"setting": setting, "method": method, "rate": rate, "seed": seed} for rate in rates]
-    results = run_jobs(
-        run, jobs, len(jobs) * setting.num_points, workers, f"{len(jobs)} autoencoders on {setting.data}"
-    )
-    best = best_rates(results, setting.methods)
+    make_data(setting.data, setting.data_dir, setting.batch_sizes[0]).prepare_data()
+    search = [training for method in setting.methods for training in search_of(setting, method)]
+    found = train_all(setting, search, f"autoencoders on {setting.data}")
+    best = {method: [best_of([r for r in found if r["method"] == method])] for method in setting.methods}
+    winners = [as_training(runs[0]) for runs in best.values()]
+    if setting.seeds > 1:
+        seeds = range(setting.seed + 1, setting.seed + setting.seeds)
+        again = [replace(one, seed=seed) for one in winners for seed in seeds]
+        for result in train_all(setting, again, "of them with other seeds"):
+            best[result["method"]].append(result)
+    dampings, intervals = [], []
+    if "prong" in best and (setting.eps_values or setting.intervals):
+        tuned = as_training(best["prong"][0])
+        pairs = product(setting.eps_values, around(tuned.rate, setting.learning_rates))
+        others = [replace(tuned, eps=eps, rate=rate) for eps, rate in pairs]
+        pairs = product(setting.intervals, (True, False))
+        others += [replace(tuned, every_n_steps=interval, whiten_at_init=white) for interval, white in pairs]
+        results = train_all(setting, others, "more of PRONG")
+        dampings, intervals = results[: -2 * len(setting.intervals) or None], results[-2 * len(setting.intervals) :]
+        intervals = intervals if setting.intervals else []
     out = Path(setting.out_dir)
-    text, figure = summarise(best), draw(setting, best)
-    publish(out, "prong_autoencoder", figure, {"table": text}, {"setting": asdict(setting), "results": results})
-    print(f"\nTraining error, autoencoder on {setting.data}, {setting.seeds} seed(s), best learning rates:\n\n{text}\n")
-    print(f"Figure: {out / 'prong_autoencoder.png'}\nTensorBoard: tensorboard --logdir {out}")
-    return results
+    texts = {"table": summarise(best), "sensitivity": summarise_sensitivity(dampings, intervals)}
+    content = {"setting": asdict(setting), "results": found, "best": best, "eps": dampings, "intervals": intervals}
+    publish(out, "prong_autoencoder", draw(setting, best, dampings, intervals), texts, content)
+    print(
+        f"\nTraining error, autoencoder on {setting.data}, {setting.seeds} seed(s), the best of each method's search:\n"
+    )
+    print("\n\n".join(text for text in texts.values() if text))
+    print(f"\nFigure: {out / 'prong_autoencoder.png'}\nTensorBoard: tensorboard --logdir {out}")
+    return content
 
 
 if __name__ == "__main__":

@@ -147,6 +147,21 @@ def save_json(path: Path, content: Any) -> None:
     partial.replace(path)
 
 
+def stored(path: Path, settings: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return ``settings | make()``, from the file where it was made with the same settings before.
+
+    An interrupted search goes on where it was. ``new`` in the result says whether it was made now.
+    """
+    settings = json.loads(json.dumps(settings))  # tuples are lists in a file
+    if path.exists():
+        content = json.loads(path.read_text())
+        if {name: content.get(name) for name in settings} == settings:
+            return content | {"new": False}
+    content = settings | make()
+    save_json(path, content)
+    return content | {"new": True}
+
+
 def publish(out: Path, name: str, figure: Figure, texts: dict[str, str], content: Any) -> None:
     """Write a recipe's results, its figure as PNG, and figure and texts for TensorBoard, into a folder."""
     save_json(out / "results.json", content)
