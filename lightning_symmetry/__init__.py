@@ -15,7 +15,7 @@ from lightning_symmetry.asymmetry import (
 )
 
 # Lightning callbacks
-from lightning_symmetry.callbacks import PRONG, LinearInterpolation, WaterfallLR
+from lightning_symmetry.callbacks import PRONG, FisherConditioning, LinearInterpolation, WaterfallLR
 
 # Data
 from lightning_symmetry.data import ArxivData, DigitsData, DigitsGraph, PlanetoidData, VisionData
@@ -84,6 +84,7 @@ __all__ = [
     "DynamicNetworkError",
     "EmbeddedMLP",
     "FiGLU",
+    "FisherConditioning",
     "LinearInterpolation",
     "NotEquivalentError",
     "PathResult",
