@@ -10,21 +10,23 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_symmetry.callbacks.prong_checks import (
     check_arguments,
+    check_coefficients,
     check_explicit,
     check_module,
     check_strategy,
     takes_explicit,
+    warn_once,
 )
 from lightning_symmetry.callbacks.prong_estimator import Estimator, on_cpu
 from lightning_symmetry.callbacks.prong_layers import WhitenedFor
 from lightning_symmetry.callbacks.prong_measures import relative_deviation
+from lightning_symmetry.callbacks.prong_plus import UnitScaling, plus_spread, without_scaling
 from lightning_symmetry.callbacks.prong_samples import LastSamples, gather_on_first, observe, outputs_of
 from lightning_symmetry.surgery import ConversionReport
 from lightning_symmetry.surgery.momentum import MomentumTransport
@@ -69,9 +71,15 @@ class PRONG(Callback):
       that are not finite, or a decomposition failed.
     - ``prong/function_deviation``: largest relative change of a layer's output on the samples, where V and d are the
       parameters (otherwise weights do not change at all).
+    - ``prong/plus_spread``: with ``plus``, the largest :math:`|\log v|` that the interval ended with.
     - ``prong/time_share``: share of the time since the start of training that all this took.
 
-    PRONG+ of the paper is PRONG on a network with batch normalisation before its activations.
+    PRONG+ of the paper (``plus``, for SGD) also rescales the whitened units :math:`z = U (h - c)` by their running
+    standard deviations after each step, and V to match: :math:`U' = D U, V' = V D^{-1}`. Gradients are then those of
+    :math:`P' = U D^2 U`; the function, the weights and the momentum stay what they are. With v the running variances of
+    z, damped as U is, :math:`D_{jj} = v_j^{-1/2}`: 1 right after a reparametrisation, for which c waits
+    (:class:`~lightning_symmetry.whitening.units.Units`). The paper's own way to it is PRONG on a network with batch
+    normalisation before its activations.
 
     Args:
         every_n_steps: T, the number of optimizer steps between two reparametrisations.
@@ -89,6 +97,8 @@ class PRONG(Callback):
             instead of those that pass by.
         coordinates: ``"canonical"`` keeps weights and biases as parameters whatever the optimizer, ``"explicit"`` makes
             V and d the parameters. ``"auto"``: canonical for ``torch.optim.SGD``, explicit for others.
+        plus: Whether units are rescaled after each step, from ``num_samples`` rows of each batch at most. May change
+            with a checkpoint: switched on, it begins at the next reparametrisation; switched off, v is 1 at once.
 
     Attributes:
         report: What was whitened, what not and why, once ``fit`` has started.
@@ -121,12 +131,13 @@ class PRONG(Callback):
         overrides: Mapping[str, Mapping[str, Any]] | None = None,
         samples: Iterable[Any] | None = None,
         coordinates: Literal["auto", "canonical", "explicit"] = "auto",
+        plus: bool = False,
     ) -> None:
         super().__init__()
-        check_arguments(every_n_steps, num_samples, eps, mode, ema, coordinates)
+        check_arguments(every_n_steps, num_samples, eps, mode, ema, coordinates, plus)
         self.every_n_steps, self.num_samples, self.eps, self.relative = every_n_steps, num_samples, eps, relative
         self.mode, self.whiten_at_init, self.ema, self.coordinates = mode, whiten_at_init, ema, coordinates
-        self.skip, self.overrides, self.samples = skip, overrides, samples
+        self.skip, self.overrides, self.samples, self.plus = skip, overrides, samples, plus
         self.report: ConversionReport | None = None
         self._whitened: WhitenedFor | None = None
         self._reset()
@@ -136,7 +147,8 @@ class PRONG(Callback):
         self.failures = self.num_reparametrizations = 0
         self._due: int | None = None  # the step after which to reparametrise; None: now, at the first batch
         self._coefficients: dict[str, Any] | None = None  # those of a checkpoint, or of a fit that has ended
-        self._estimator = Estimator(self.eps, self.relative, self.ema)
+        unit_rows = self.num_samples if self.plus else None
+        self._estimator = Estimator(self.eps, self.relative, self.ema, unit_rows)
         self._average: dict[str, Any] = {}  # of a checkpoint
         self._warned: set[str] = set()
         self._seconds = 0.0
@@ -158,6 +170,7 @@ class PRONG(Callback):
             raise MisconfigurationException(f"PRONG cannot whiten {type(pl_module).__name__}: {error}") from error
         self.report = self._whitened.report
         check_explicit(trainer, self._explicit_layers())
+        self._scaling = UnitScaling(trainer, self._whitened.layers) if self.plus else None
         self._restore()
         with isolate_rng():  # a loader would move it
             self._fixed = [(batch, index) for index, batch in enumerate(self.samples or ())]
@@ -190,6 +203,8 @@ class PRONG(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._scaling is not None:
+            self._scaling.after_batch(trainer, pl_module)
         if self._due is not None and trainer.global_step >= self._due:
             self._update(trainer, pl_module)
             self._due = self._next(trainer.global_step)
@@ -234,16 +249,10 @@ class PRONG(Callback):
         """Take the coefficients of a checkpoint."""
         if self._coefficients is None:
             return
-        layers = self._whitened.layers
-        for name, state in self._coefficients.items():
-            if name not in layers or ("weight" in state) != isinstance(layers[name], ExplicitWhitenedLayer):
-                raise MisconfigurationException(
-                    f"The checkpoint has whitening coefficients for {name}, which is not whitened in this run, or not "
-                    "in the same coordinates: resume with the `skip`, `overrides`, `coordinates` and optimizer that "
-                    "it was written with, or with weights only."
-                )
-        load_whitening_state(self._whitened.module, self._coefficients)
-        self._estimator.load_state_dict(self._average, layers)
+        check_coefficients(self._coefficients, self._whitened.layers)
+        states = self._coefficients if self.plus else without_scaling(self._coefficients)
+        load_whitening_state(self._whitened.module, states)
+        self._estimator.load_state_dict(self._average, self._whitened.layers)
 
     def _put_back(self) -> None:
         if self._whitened is not None:
@@ -264,6 +273,7 @@ class PRONG(Callback):
         before = outputs_of(trainer, pl_module, batches[-1:], fixed) if explicit else {}
         transport = MomentumTransport(trainer.optimizers, explicit)
         result: dict[str, Any] = {}
+        spread = {"plus_spread": plus_spread(self._whitened.layers.values())} if self.plus else {}
         if trainer.is_global_zero:
             failed, measured = self._estimator.update(self._whitened.layers, statistics, not trainer.barebones)
             result = {"failed": failed, "measured": measured}
@@ -277,20 +287,13 @@ class PRONG(Callback):
         if explicit:
             after = outputs_of(trainer, pl_module, batches[-1:], fixed)
             result["measured"]["function_deviation"] = relative_deviation(before, after)
-        self._count(result["failed"])
+        self.failures += len(result["failed"])
+        warn_once(result["failed"], self._warned)
         self.num_reparametrizations += 1
         self._seconds += time.perf_counter() - started
-        result["measured"]["failures"] = self.failures
+        result["measured"].update(spread, failures=self.failures)
         result["measured"]["time_share"] = self._seconds / (time.perf_counter() - self._started)
         self.measured = {f"prong/{name}": float(value) for name, value in result["measured"].items()}
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(self.measured, step=trainer.global_step)
-
-    def _count(self, failed: dict[str, str]) -> None:
-        self.failures += len(failed)
-        new = {name: reason for name, reason in failed.items() if name not in self._warned}
-        if new:
-            self._warned.update(new)
-            listed = "; ".join(f"{name} ({reason})" for name, reason in new.items())
-            rank_zero_warn(f"PRONG left {len(new)} layer(s) with the coefficients that they had: {listed}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +15,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
+from lightning_symmetry.whitening.explicit import ExplicitWhitenedLayer
+from lightning_symmetry.whitening.layer import HasWhitening
+
 try:
     from lightning.pytorch.callbacks import WeightAveraging
 except ImportError:  # before lightning 2.6
@@ -22,7 +25,7 @@ except ImportError:  # before lightning 2.6
 
 
 def check_arguments(
-    every_n_steps: int, num_samples: int, eps: float, mode: str, ema: float | None, coordinates: str
+    every_n_steps: int, num_samples: int, eps: float, mode: str, ema: float | None, coordinates: str, plus: bool
 ) -> None:
     """Check the arguments of :class:`~lightning_symmetry.callbacks.prong.PRONG`.
 
@@ -42,6 +45,10 @@ def check_arguments(
     if coordinates not in ("auto", "canonical", "explicit"):
         raise MisconfigurationException(
             f"Expected `coordinates` to be 'auto', 'canonical' or 'explicit' but got {coordinates!r}."
+        )
+    if plus and mode == "center":
+        raise MisconfigurationException(
+            "PRONG(plus=True) rescales whitened units, but mode='center' whitens none. Use 'full' or 'diagonal'."
         )
 
 
@@ -86,6 +93,21 @@ def takes_explicit(optimizers: Sequence[Optimizer], coordinates: str) -> bool:
     return coordinates == "explicit" or (coordinates == "auto" and bool(others))
 
 
+def check_coefficients(coefficients: Mapping[str, Mapping[str, Any]], layers: Mapping[str, HasWhitening]) -> None:
+    """Check that coefficients of a checkpoint are for the layers of this run.
+
+    Raises:
+        MisconfigurationException: If a layer is not whitened, or in other coordinates.
+    """
+    for name, state in coefficients.items():
+        if name not in layers or ("weight" in state) != isinstance(layers[name], ExplicitWhitenedLayer):
+            raise MisconfigurationException(
+                f"The checkpoint has whitening coefficients for {name}, which is not whitened in this run, or not "
+                "in the same coordinates: resume with the `skip`, `overrides`, `coordinates` and optimizer that "
+                "it was written with, or with weights only."
+            )
+
+
 def check_explicit(trainer: pl.Trainer, layers: Sequence[Any]) -> None:
     """Check that nothing but the optimizer touches parameters that are V and d.
 
@@ -105,3 +127,12 @@ def check_explicit(trainer: pl.Trainer, layers: Sequence[Any]) -> None:
             "ZeroRedundancyOptimizer spreads its states over the ranks, so that momentum cannot be carried through a "
             "change of coordinates. Use a plain optimizer, or coordinates='canonical'."
         )
+
+
+def warn_once(failed: Mapping[str, str], warned: set[str]) -> None:
+    """Warn of the layers that keep their coefficients, of each the first time; ``warned`` grows."""
+    new = {name: reason for name, reason in failed.items() if name not in warned}
+    if new:
+        warned.update(new)
+        listed = "; ".join(f"{name} ({reason})" for name, reason in new.items())
+        rank_zero_warn(f"PRONG left {len(new)} layer(s) with the coefficients that they had: {listed}.")

@@ -13,6 +13,7 @@ from lightning_symmetry.callbacks.prong_measures import damped_condition, whiten
 from lightning_symmetry.whitening.coefficients import Whitening, WhiteningError
 from lightning_symmetry.whitening.layer import HasWhitening
 from lightning_symmetry.whitening.statistics import InputStatistics
+from lightning_symmetry.whitening.units import Units
 
 
 class Estimator:
@@ -22,10 +23,11 @@ class Estimator:
         eps: Damping.
         relative: Whether that is in units of each layer's mean variance.
         ema: Weight of the past in a moving average; None: there is none.
+        unit_rows: Rows of a batch for the running variances of PRONG+; None: units are not rescaled.
     """
 
-    def __init__(self, eps: float, relative: bool, ema: float | None) -> None:
-        self.eps, self.relative, self.ema = eps, relative, ema
+    def __init__(self, eps: float, relative: bool, ema: float | None, unit_rows: int | None = None) -> None:
+        self.eps, self.relative, self.ema, self.unit_rows = eps, relative, ema, unit_rows
         self._average: dict[str, InputStatistics] = {}
 
     def update(
@@ -49,21 +51,25 @@ class Estimator:
                 if measure and fresh.mode != "center":
                     conditions.append(damped_condition(fresh))
                     eigenvalues.append(whitened_eigenvalue(layers[name], seen, fresh))
-                layers[name].set_whitening(fresh if self.ema is None else self._averaged(name, seen))
+                if self.ema is not None:
+                    seen = self._averaged(name, seen)
+                    fresh = self._whitening(seen)
+                units = None if self.unit_rows is None else Units.of(fresh, seen, self.unit_rows)
+                layers[name].set_whitening(fresh, units)
             except WhiteningError as error:
                 failed[name] = str(error)
         if not conditions:
             return failed, {}
         return failed, {"condition": fmean(conditions), "largest_eigenvalue": max(eigenvalues)}
 
-    def _averaged(self, name: str, seen: InputStatistics) -> Whitening:
-        """Return the coefficients of the moving average, after what was seen has gone into it."""
+    def _averaged(self, name: str, seen: InputStatistics) -> InputStatistics:
+        """Return the moving average, after what was seen has gone into it."""
         if name in self._average:
             self._average[name].discount(self.ema)
             self._average[name].merge(seen)
         else:
             self._average[name] = seen
-        return self._whitening(self._average[name])
+        return self._average[name]
 
     def _whitening(self, statistics: InputStatistics) -> Whitening:
         return statistics.whitening(self.eps, relative=self.relative)

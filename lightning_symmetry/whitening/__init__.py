@@ -24,6 +24,7 @@ from lightning_symmetry.whitening.reparametrize import (
     largest_eigenvalue,
     load_whitening_state,
     reparametrize,
+    rescale_units,
     whitening_state,
 )
 from lightning_symmetry.whitening.statistics import InputStatistics
@@ -51,6 +52,7 @@ __all__ = [
     "largest_eigenvalue",
     "load_whitening_state",
     "reparametrize",
+    "rescale_units",
     "transform_fisher",
     "unwhiten",
     "whiten",

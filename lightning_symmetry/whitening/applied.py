@@ -15,26 +15,28 @@ from lightning_symmetry.whitening.coefficients import Whitening, WhiteningError
 class Applied(NamedTuple):
     r"""A centre and a symmetric matrix A, which is U or P.
 
-    .. math:: A = s\,(I - Q\,\mathrm{diag}(a)\,Q^\top)
+    .. math:: A = B := s\,(I - Q\,\mathrm{diag}(a)\,Q^\top) \qquad\text{or}\qquad A = B\,\mathrm{diag}(e)\,B
 
-    Fields are None where they change nothing. A dense A stands in ``basis``, without ``shrink`` and ``scale``.
+    Fields are None where they change nothing. A dense B stands in ``basis``, without ``shrink`` and ``scale``.
 
     Attributes:
         center: c, of shape ``(G, N)``, or None for 0.
         scale: s, of shape ``(G, 1)`` or ``(G, N)``.
-        basis: Q, of shape ``(G, N, r)``, or A, of shape ``(G, N, N)``.
+        basis: Q, of shape ``(G, N, r)``, or B, of shape ``(G, N, N)``.
         shrink: a, of shape ``(G, r)``.
+        diagonal: e, of shape ``(G, N)``, where B is U and stands twice; None: A is B.
     """
 
     center: Tensor | None = None
     scale: Tensor | None = None
     basis: Tensor | None = None
     shrink: Tensor | None = None
+    diagonal: Tensor | None = None
 
     @property
     def is_identity(self) -> bool:
         """Whether it changes nothing."""
-        return self.center is None and self.scale is None and self.basis is None
+        return all(part is None for part in self)
 
     def to(self, like: Tensor) -> Applied:
         """Return it on the device of a tensor, in its type or in float32 where that has less than 32 bits."""
@@ -44,10 +46,12 @@ class Applied(NamedTuple):
     def describe(self) -> str:
         """Return the form in words."""
         if self.basis is not None:
-            return "dense" if self.shrink is None else f"rank {self.basis.shape[-1]}"
-        if self.scale is not None:
-            return "scaled" if self.scale.shape[-1] == 1 else "diagonal"
-        return "identity" if self.center is None else "centred"
+            form = "dense" if self.shrink is None else f"rank {self.basis.shape[-1]}"
+        elif self.scale is not None:
+            form = "scaled" if self.scale.shape[-1] == 1 else "diagonal"
+        else:
+            form = "identity" if self.center is None else "centred"
+        return form if self.diagonal is None else f"{form}, scaled units"
 
 
 def working_dtype(like: Tensor) -> torch.dtype:
@@ -110,15 +114,36 @@ def full_precision(like: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def apply_rows(rows: Tensor, scale: Tensor | None, basis: Tensor | None, shrink: Tensor | None) -> Tensor:
+def apply_rows(
+    rows: Tensor,
+    scale: Tensor | None,
+    basis: Tensor | None,
+    shrink: Tensor | None,
+    diagonal: Tensor | None = None,
+) -> Tensor:
     """Return ``rows A``, for rows of shape ``(..., n, N)``."""
+    if diagonal is not None:
+        if basis is None:
+            return rows * (diagonal if scale is None else diagonal * scale.square()).unsqueeze(-2)
+        return apply_rows(apply_rows(rows, scale, basis, shrink) * diagonal.unsqueeze(-2), scale, basis, shrink)
     if basis is not None:
         rows = rows @ basis if shrink is None else rows - ((rows @ basis) * shrink.unsqueeze(-2)) @ basis.mT
     return rows if scale is None else rows * scale.unsqueeze(-2)
 
 
-def apply_rows_(rows: Tensor, scale: Tensor | None, basis: Tensor | None, shrink: Tensor | None) -> Tensor:
+def apply_rows_(
+    rows: Tensor,
+    scale: Tensor | None,
+    basis: Tensor | None,
+    shrink: Tensor | None,
+    diagonal: Tensor | None = None,
+) -> Tensor:
     """Return ``rows A`` for rows ``(n, N)`` or ``(1, n, N)`` that may be overwritten: one pass instead of three."""
+    if diagonal is not None:
+        if basis is None:
+            return apply_rows(rows, scale, basis, shrink, diagonal)
+        rows = apply_rows_(rows, scale, basis, shrink).mul_(diagonal.unsqueeze(-2))
+        return apply_rows_(rows, scale, basis, shrink)
     factor = None if scale is None else _number(scale)
     if factor is not None and basis is None:
         return rows.mul_(factor)
@@ -135,13 +160,21 @@ def _number(scale: Tensor) -> float | None:
     return None if traced or scale.numel() != 1 or scale.device.type != "cpu" else float(scale)
 
 
-def solve_rows(rows: Tensor, scale: Tensor | None, basis: Tensor | None, shrink: Tensor | None) -> Tensor:
+def solve_rows(
+    rows: Tensor,
+    scale: Tensor | None,
+    basis: Tensor | None,
+    shrink: Tensor | None,
+    diagonal: Tensor | None = None,
+) -> Tensor:
     """Return ``rows A^-1``: the inverse of A as it is after rounding, where Q is not quite orthogonal.
 
     .. math:: (I - Q D Q^T)^{-1} = I + Q (I - D Q^T Q)^{-1} D Q^T
 
     Source: the matrix inversion lemma of Sherman, Morrison and Woodbury.
     """
+    if diagonal is not None:
+        rows = solve_rows(rows, scale, basis, shrink) / diagonal.unsqueeze(-2)
     rows = rows if scale is None else rows / scale.unsqueeze(-2)
     if basis is None:
         return rows

@@ -57,11 +57,12 @@ class BorrowedLayer(HasWhitening):
         """Return the layer that this one replaced, with the same Parameter objects."""
         kind = type(self)._kind
         layer = kind.__new__(kind)
-        layer.__dict__.update({k: v for k, v in _state_of(self).items() if k not in ("mode", "_applied")})
+        layer.__dict__.update({k: v for k, v in _state_of(self).items() if k not in ("mode", "units", "_applied")})
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer's linear map or convolution."""
+        self._watch(input)
         weight, bias = self._whitened_parameters()
         return F.linear(input, weight, bias) if weight.ndim == 2 else convolve(self, input, weight, bias)
 

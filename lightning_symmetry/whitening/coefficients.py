@@ -33,6 +33,7 @@ class Whitening:
         basis: Q, of shape ``(..., N, r)``, or None.
         shrink: u, of shape ``(..., r)``, or None.
         mode: Which directions are told apart: all, the entries one by one, or none.
+        damping: :math:`\epsilon`, of shape ``(..., 1)``, in absolute units. None where nothing is damped, or unknown.
     """
 
     center: Tensor
@@ -40,6 +41,7 @@ class Whitening:
     basis: Tensor | None = None
     shrink: Tensor | None = None
     mode: Mode = "full"
+    damping: Tensor | None = None
 
     def root(self, rows: Tensor) -> Tensor:
         """Return ``rows U``, for rows of shape ``(..., n, N)``."""
@@ -66,6 +68,14 @@ class Whitening:
     def dense_precondition(self) -> Tensor:
         """Return P as a symmetric matrix, of shape ``(..., N, N)``."""
         return _symmetric(self.precondition(self._eye()))
+
+    def precondition_diagonal(self) -> Tensor:
+        """Return the diagonal of P, of shape ``(..., N)``."""
+        diagonal = self.scale.square().expand_as(self.center)
+        if self.basis is None:
+            return diagonal
+        shrink = self.shrink * (2 - self.shrink)
+        return diagonal * (1 - (self.basis.square() @ shrink.unsqueeze(-1)).squeeze(-1))
 
     def uncentred(self) -> Whitening:
         """Return the same U with c = 0, for a layer without bias."""
@@ -101,7 +111,7 @@ def zca_whitening(mean: Tensor, covariance: Tensor, eps: float, *, relative: boo
     values = values.clamp_min(0)
     # Any s will do where Q is complete; the smallest eigenvalue of U keeps all differences without cancellation.
     scale = (values[..., -1:] + damping).rsqrt()
-    return Whitening(mean, scale, basis, 1 - (values + damping).rsqrt() / scale)
+    return Whitening(mean, scale, basis, 1 - (values + damping).rsqrt() / scale, damping=damping)
 
 
 def diagonal_whitening(mean: Tensor, variances: Tensor, eps: float, *, relative: bool = False) -> Whitening:
@@ -120,7 +130,7 @@ def diagonal_whitening(mean: Tensor, variances: Tensor, eps: float, *, relative:
     _check(mean, variances, eps=eps)
     mean, variances = mean.double(), variances.double()
     damping = _damping(eps, variances, mean, relative)
-    return Whitening(mean, (variances + damping).rsqrt(), mode="diagonal")
+    return Whitening(mean, (variances + damping).rsqrt(), mode="diagonal", damping=damping)
 
 
 def centering(mean: Tensor) -> Whitening:
@@ -182,7 +192,7 @@ def zca_whitening_from_samples(
     values = torch.where(seen, values, 0)
     basis = rows.mT @ (left * (torch.where(seen, values, 1).rsqrt() * seen).unsqueeze(-2))
     shrink = 1 - (damping / (values + damping)).sqrt()
-    return Whitening(mean, damping.rsqrt(), basis, shrink)
+    return Whitening(mean, damping.rsqrt(), basis, shrink, damping=damping)
 
 
 def check_mode(mode: str) -> None:

@@ -36,6 +36,7 @@ class _WhitenedConv(ConvMap, WhitenedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve ``(batch, channels, *pixels)``, with or without the batch axis."""
+        self._watch(input)
         return convolve(self, input, *self.whitened_parameters())
 
 

@@ -80,7 +80,7 @@ class ExplicitWhitenedLayer(NewLayer):
         if bias is not None:
             self.bias.copy_(bias)
 
-    def whitening_state(self) -> dict[str, Tensor | None]:
+    def whitening_state(self) -> dict[str, Any]:
         """Return the coefficients, V and d."""
         bias = None if self.bias is None else self.bias.detach().clone()
         return {**super().whitening_state(), "weight": self.weight.detach().clone(), "bias": bias}

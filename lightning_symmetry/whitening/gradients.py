@@ -19,7 +19,7 @@ class WhitenedWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(weight: Tensor, groups: int, *coefficients: Tensor | None) -> Tensor:
-        """Return the weight as it is; ``coefficients`` are those of P: scale, basis and shrink."""
+        """Return the weight as it is; ``coefficients`` are those of P: scale, basis, shrink and diagonal."""
         return weight.view_as(weight)
 
     @staticmethod
@@ -34,7 +34,7 @@ class WhitenedWeight(torch.autograd.Function):
         """Precondition the gradient."""
         with full_precision(grad_weight):
             grad = whitened_gradients(grad_weight, None, ctx.groups, None, *ctx.saved_tensors)[0]
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 class WhitenedGradient(torch.autograd.Function):
@@ -50,7 +50,7 @@ class WhitenedGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(weight: Tensor, bias: Tensor, groups: int, *coefficients: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return weight and bias as they are; ``coefficients`` are the centre, and scale, basis and shrink of P."""
+        """Return weight and bias as they are; ``coefficients`` are the centre, and those of P as above."""
         return weight.view_as(weight), bias.view_as(bias)
 
     @staticmethod
@@ -65,7 +65,7 @@ class WhitenedGradient(torch.autograd.Function):
         """Precondition both gradients."""
         with full_precision(grad_weight):
             grads = whitened_gradients(grad_weight, grad_bias, ctx.groups, *ctx.saved_tensors)
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 def whitened_gradients(
@@ -76,6 +76,7 @@ def whitened_gradients(
     scale: Tensor | None,
     basis: Tensor | None,
     shrink: Tensor | None,
+    diagonal: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Return :math:`\tilde G_W` and :math:`\tilde g_b` for the gradients of a linear layer or a convolution.
 
@@ -87,19 +88,21 @@ def whitened_gradients(
         scale: Part of P, see :func:`~lightning_symmetry.whitening.applied.apply_rows`.
         basis: Likewise.
         shrink: Likewise.
+        diagonal: Likewise.
     """
-    like = next((t for t in (center, scale, basis) if t is not None), grad_weight)
+    matrix = scale, basis, shrink, diagonal
+    like = next((t for t in (center, *matrix) if t is not None), grad_weight)
     weight = grad_weight.to(like.dtype)  # half-precision gradients are preconditioned in float32
     if grad_bias is None or center is None:
-        return tap_by_tap(weight, groups, apply_rows, scale, basis, shrink).to(grad_weight.dtype), grad_bias
+        return tap_by_tap(weight, groups, apply_rows, *matrix).to(grad_weight.dtype), grad_bias
     bias = grad_bias.to(like.dtype)
     if weight.ndim == 2 and groups == 1:
         centred = torch.addr(weight, bias, center[0], alpha=-1).unsqueeze(0)
-        weight = apply_rows_(centred, scale, basis, shrink).squeeze(0)
+        weight = apply_rows_(centred, *matrix).squeeze(0)
     else:
         outer = bias.view(groups, -1, 1) * center.unsqueeze(1)
         centred = weight - outer.view(weight.shape[:2] + (1,) * (weight.ndim - 2))
-        weight = tap_by_tap(centred, groups, apply_rows, scale, basis, shrink)
+        weight = tap_by_tap(centred, groups, apply_rows, *matrix)
     return weight.to(grad_weight.dtype), (bias - shift_of(weight, center)).to(grad_bias.dtype)
 
 
@@ -122,16 +125,17 @@ class WhitenedProduct(torch.autograd.Function):
         scale: Tensor | None,
         basis: Tensor | None,
         shrink: Tensor | None,
+        diagonal: Tensor | None = None,
     ) -> Tensor:
         """Compute the map."""
-        ctx.save_for_backward(x, weight, center, scale, basis, shrink)
+        ctx.save_for_backward(x, weight, center, scale, basis, shrink, diagonal)
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of x, and the preconditioned ones of weight and bias."""
-        x, weight, center, scale, basis, shrink = ctx.saved_tensors
+        x, weight, center, *matrix = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         delta = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
@@ -140,7 +144,7 @@ class WhitenedProduct(torch.autograd.Function):
                 grad_x = (delta @ weight).view_as(x)
             if needs_weight:
                 rows = x.reshape(-1, x.shape[-1])
-                coefficients = (None if t is None else t[0] for t in (scale, basis, shrink))
+                coefficients = (None if t is None else t[0] for t in matrix)
                 if center is None:
                     rows = apply_rows(rows, *coefficients)
                 else:
@@ -150,4 +154,4 @@ class WhitenedProduct(torch.autograd.Function):
                 grad_bias = delta.sum(0)
             elif needs_bias:
                 grad_bias = delta.mT @ (1 - rows @ center[0])
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None

@@ -15,8 +15,9 @@ from lightning_symmetry.whitening.applied import Applied, applied, apply_rows
 from lightning_symmetry.whitening.coefficients import Mode, Whitening
 from lightning_symmetry.whitening.gradients import WhitenedGradient, WhitenedWeight
 from lightning_symmetry.whitening.statistics import InputStatistics
+from lightning_symmetry.whitening.units import Units
 
-State = Mapping[str, Tensor | None]
+State = Mapping[str, Any]
 
 
 class HasWhitening(nn.Module):
@@ -31,12 +32,14 @@ class HasWhitening(nn.Module):
         bias: Parameter of shape ``(M,)``, or None.
         groups: Number of groups of input channels that are whitened each by itself.
         mode: Which directions its statistics tell apart.
+        units: Running variances of its whitened units, where these are rescaled (PRONG+); else None.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     groups: int = 1
     mode: Mode = "full"
+    units: Units | None = None
     _power: int
     _applied: Applied
 
@@ -49,11 +52,16 @@ class HasWhitening(nn.Module):
         offset = self.bias is not None and self.bias.requires_grad
         return InputStatistics(size, self.groups, spatial, self.mode, centred=offset, offset=offset)
 
-    def set_whitening(self, whitening: Whitening) -> None:
+    def set_whitening(self, whitening: Whitening, units: Units | None = None) -> None:
         """Take new coefficients, with a leading axis of groups. The function stays what it is.
 
+        Args:
+            whitening: The coefficients.
+            units: What rescales the whitened units from now on; None: nothing.
+
         Raises:
-            ValueError: If they are for another number of inputs, or have a centre where there is no bias.
+            ValueError: If they are for another number of inputs, have a centre where there is no bias, or units of
+                explicit parameters are to be rescaled.
             WhiteningError: If they overflow in the layer's type. The layer keeps its old ones then.
         """
         expected = self.groups, self.weight.shape[1]
@@ -64,17 +72,46 @@ class HasWhitening(nn.Module):
             )
         if self.bias is None and bool(whitening.center.any()):
             raise ValueError("A layer without bias cannot centre its inputs: its coefficients must have center 0.")
-        self._take(applied(whitening, self.weight, self._power))
+        if units is None:
+            self._take(applied(whitening, self.weight, self._power))
+        elif self._power == 1:
+            raise ValueError("Units of a layer with explicit parameters cannot be rescaled: use the canonical form.")
+        else:
+            units = units.to(self.weight)
+            self._take(applied(whitening, self.weight, 1)._replace(diagonal=1 / units.variance))
+        self.units = units
+
+    def rescale_units(self, sums: Tensor, momentum: float) -> None:
+        """End a step: take sums into the running variances, and P = U D^2 U with the new ones.
+
+        Args:
+            sums: See :class:`~lightning_symmetry.whitening.units.Units`.
+            momentum: Weight of the past.
+        """
+        self.units.step(sums, momentum)
+        self._applied = self._applied._replace(diagonal=1 / self.units.variance)
+
+    def _watch(self, input: Tensor) -> None:
+        """Look at an input of a training step, where units are rescaled."""
+        if self.units is None or not (self.training and torch.is_grad_enabled() and self.weight.requires_grad):
+            return
+        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+            self.units.add(input, self.weight.ndim - 2, self._applied)
 
     def _take(self, new: Applied) -> None:
         self._applied = new
 
     def whitening_matrix(self) -> tuple[Tensor, Tensor]:
-        """Return U, of shape ``(groups, N, N)``, and c, ``(groups, N)``, in float64, as they are applied."""
+        """Return U, of shape ``(groups, N, N)``, and c, ``(groups, N)``, in float64, as they are applied.
+
+        Where units are rescaled it is D U.
+        """
         eye = torch.eye(self.weight.shape[1], dtype=torch.float64, device=self.weight.device)
-        center, *applied_matrix = (None if t is None else t.double() for t in self._applied)
-        matrix = apply_rows(eye.expand(self.groups, -1, -1), *applied_matrix)
-        if self._power == 2:
+        center, *root, diagonal = (None if t is None else t.double() for t in self._applied)
+        matrix = apply_rows(eye.expand(self.groups, -1, -1), *root)
+        if diagonal is not None:
+            matrix = diagonal.sqrt().unsqueeze(-1) * matrix
+        elif self._power == 2:
             values, vectors = torch.linalg.eigh(matrix.cpu())
             matrix = ((vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT).to(matrix.device)
         return matrix, eye.new_zeros(self.groups, len(eye)) if center is None else center
@@ -86,13 +123,15 @@ class HasWhitening(nn.Module):
             rows = apply_rows(rows.double(), *matrix)
         return rows
 
-    def whitening_state(self) -> dict[str, Tensor | None]:
+    def whitening_state(self) -> dict[str, Any]:
         """Return what is needed to continue exactly and is not in the ``state_dict``."""
-        return self._applied._asdict()
+        units = {} if self.units is None else {"units": self.units.state()}
+        return {**self._applied._asdict(), **units}
 
     def load_whitening_state(self, state: State) -> None:
         """Take back what :meth:`whitening_state` returned."""
-        self._applied = Applied(*(state[name] for name in Applied._fields)).to(self.weight)
+        self._applied = Applied(*(state.get(name) for name in Applied._fields)).to(self.weight)
+        self.units = Units.from_state(state["units"]).to(self.weight) if "units" in state else None
 
     @property
     def form(self) -> str:
@@ -106,6 +145,7 @@ class HasWhitening(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         self._applied = self._applied.to(self.weight)
+        self.units = None if self.units is None else self.units.to(self.weight)
         return self
 
 
@@ -208,7 +248,9 @@ class WhitenedLayer(NewLayer):
     gradient   :math:`2 M K N^2`             :math:`4 M K N r`
     ========== ============================= =============================
 
-    A linear layer takes the activation side where B < M, convolutions take the gradient side. Second derivatives are
+    A linear layer takes the activation side where B < M, convolutions take the gradient side. With
+    :math:`P' = U D^2 U` (:func:`~lightning_symmetry.whitening.reparametrize.rescale_units`) it is twice that, and the
+    activation side's once more for the rows that are watched. Second derivatives are
     refused: those of the canonical parameters are not those of the whitened ones.
 
     In float32 P resolves multipliers down to about 1e-6 / eps: with variances beyond 1e5 eps the steps along the

@@ -48,6 +48,7 @@ class WhitenedLinear(LinearMap, WhitenedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(..., in_features)`` to ``(..., out_features)``."""
+        self._watch(input)
         if self._few_rows(input) and not self._applied.is_identity:
             center, *matrix = self._applied
             center = center if self.bias is not None and self.bias.requires_grad else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,16 @@ from lightning_symmetry.whitening.coefficients import WhiteningError
 from lightning_symmetry.whitening.collect import whitened_layers
 from lightning_symmetry.whitening.layer import HasWhitening, State
 from lightning_symmetry.whitening.statistics import InputStatistics
+from lightning_symmetry.whitening.units import Units
 
 
 def reparametrize(
-    net: nn.Module, statistics: Mapping[str, InputStatistics], eps: float, *, relative: bool = False
+    net: nn.Module,
+    statistics: Mapping[str, InputStatistics],
+    eps: float,
+    *,
+    relative: bool = False,
+    unit_rows: int | None = None,
 ) -> dict[str, str]:
     r"""Give each layer that there are statistics of new coefficients; the function stays what it is.
 
@@ -28,13 +35,16 @@ def reparametrize(
         eps: Damping, which bounds the multiplier of the learning rate at ``1 / eps``: of an input direction that the
             samples do not show, 1 / eps is what it gets.
         relative: Whether ``eps`` is in units of each layer's mean variance, which gives layers very different bounds.
+        unit_rows: PRONG+: from now on watch so many rows of each training batch, for :func:`rescale_units` to be called
+            after each optimizer step. None: no units are rescaled.
 
     Returns:
         The layers that keep their old coefficients, by name, each with the reason: too few samples, values that are not
         finite, a decomposition that failed.
 
     Raises:
-        ValueError: If ``eps`` is not positive and finite, or a name is not that of a whitened layer.
+        ValueError: If ``eps`` is not positive and finite, a name is not that of a whitened layer, or units of explicit
+            parameters are to be rescaled.
 
     Source: Natural Neural Networks (2015), Algorithm 1, lines 5 to 10.
     """
@@ -44,14 +54,46 @@ def reparametrize(
     failed = {}
     for name, layer in layers.items():
         try:
-            layer.set_whitening(statistics[name].whitening(eps, relative=relative))
+            fresh = statistics[name].whitening(eps, relative=relative)
+            units = None if unit_rows is None else Units.of(fresh, statistics[name], unit_rows)
+            layer.set_whitening(fresh, units)
         except WhiteningError as error:
             failed[name] = str(error)
     return failed
 
 
-def whitening_state(net: nn.Module) -> dict[str, dict[str, Tensor | None]]:
-    """Return the coefficients of all whitened layers, and V and d of explicit ones, so that resuming is exact."""
+@torch.no_grad()
+def rescale_units(
+    net: nn.Module, momentum: float = 0.9, reduce: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> None:
+    r"""Rescale whitened units by their running standard deviations; the function stays what it is (PRONG+).
+
+    .. math:: U' = D U, \quad V' = V D^{-1}, \quad D_{jj} = v_j^{-1/2}, \qquad\text{so that}\qquad P' = U D^2 U
+
+    with the variances v of :class:`~lightning_symmetry.whitening.units.Units`, from what training forward passes have
+    shown since the last call: those in training mode and with gradients. Call it after each optimizer step, once for
+    all the batches that are accumulated in it. Momentum on the canonical gradients needs no transport here either.
+
+    Args:
+        net: A network with whitened layers, reparametrised with ``unit_rows``.
+        momentum: Weight of the past in the running average, for each step.
+        reduce: Returns the sum of a flat tensor over all processes, once for all layers. Default: there is one.
+
+    Source: Natural Neural Networks (2015), section 3.
+    """
+    layers = [layer for layer in whitened_layers(net).values() if layer.units is not None]
+    if not layers:
+        return
+    reduced = reduce(torch.cat([layer.units.sums for layer in layers]))
+    for layer, sums in zip(layers, reduced.split([layer.units.sums.numel() for layer in layers]), strict=True):
+        layer.rescale_units(sums.to(layer.units.sums), momentum)
+
+
+def whitening_state(net: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the coefficients of all whitened layers, and V and d of explicit ones, so that resuming is exact.
+
+    Where units are rescaled their running variances belong to it, in a table ``"units"`` of the layer's.
+    """
     return {name: layer.whitening_state() for name, layer in whitened_layers(net).items()}
 
 

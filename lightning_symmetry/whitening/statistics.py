@@ -158,6 +158,10 @@ class InputStatistics:
             mean, covariance, eps, relative=relative
         )
 
+    def mean(self) -> Tensor:
+        """Return the mean, of shape ``(groups, N)``."""
+        return self._mean if self._rows is None else self._weights @ self._rows.double() / self.count
+
     def moments(self) -> tuple[Tensor, Tensor | None]:
         """Return the mean, ``(groups, N)``, and the covariance (its diagonal in that mode, None for centring)."""
         _, mean, scatter = self._moments()
@@ -171,11 +175,10 @@ class InputStatistics:
     def _moments(self) -> tuple[float, Tensor, Tensor | None]:
         if self._rows is None:
             return self.count, self._mean, self._scatter
-        rows = self._rows.double()
-        mean = self._weights @ rows / self.count
+        mean = self.mean()
         if self.mode == "center":
             return self.count, mean, None
-        rows = (rows - mean.unsqueeze(1)) * self._weights.sqrt().unsqueeze(-1)
+        rows = (self._rows.double() - mean.unsqueeze(1)) * self._weights.sqrt().unsqueeze(-1)
         return self.count, mean, rows.square().sum(1) if self.mode == "diagonal" else rows.mT @ rows
 
     def state_dict(self) -> dict[str, Any]:

@@ -60,6 +60,7 @@ SETTINGS = {
     "stream": (None, {"every_n_steps": 3, "num_samples": 16}),
     "more": (None, {"every_n_steps": 5, "num_samples": 26}),
     "average": (None, {"every_n_steps": 3, "num_samples": 16, "ema": 0.5}),
+    "plus": (None, {"every_n_steps": 4, "num_samples": 16, "plus": True}),
     "adam": (lambda p: torch.optim.Adam(p, lr=0.01), {"every_n_steps": 3, "num_samples": 16}),
     "fixed": (None, {"every_n_steps": 3, "samples": [[x[:9], y[:9]] for x, y in [data(200).tensors]]}),
 }

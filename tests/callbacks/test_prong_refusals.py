@@ -31,6 +31,7 @@ from lightning_symmetry.whitening import HasWhitening
         ({"ema": 1.0}, "`ema`"),
         ({"ema": 0.0}, "`ema`"),
         ({"coordinates": "polar"}, "`coordinates`.*'polar'"),
+        ({"plus": True, "mode": "center"}, "mode='center' whitens none. Use 'full' or 'diagonal'"),
     ],
 )
 def test_arguments(arguments, message):
@@ -64,6 +65,8 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
         (lambda: Regression(), [PRONG(overrides={"net.0": {"eps": 1}})], r"sets \['eps'\]"),
         (lambda: Regression(None, adam), [PRONG(), EMAWeightAveraging()], "EMAWeightAveraging averages"),
         (lambda: Regression(None, adam), [StochasticWeightAveraging(0.1), PRONG()], "StochasticWeightAveraging"),
+        (lambda: Regression(None, adam), [PRONG(plus=True)], "net.0 are explicit .* Use SGD .* batch normalisation"),
+        (lambda: Regression(), [PRONG(plus=True, overrides={"net.2": {"explicit": True}})], "net.2 are explicit"),
     ],
 )
 def test_fits(module, callbacks, message):
