@@ -194,7 +194,7 @@ class PRONG(Callback):
             if again := trainer.strategy.broadcast(0 if enough else steps):
                 self._due = min(self._due, trainer.global_step + again)
             self._last.clear()
-        if self.samples is None and self._due - trainer.global_step <= steps:
+        if self.samples is None and self._due - trainer.global_step <= steps + 1:  # the last batch may be a short one
             self._last.add(batch, batch_idx)
         else:
             self._last.clear()

@@ -199,9 +199,10 @@ def run_by_hand(
     num_samples: int,
     ema: float | None = None,
     batch_size: int = 8,
+    count: int = 40,
 ) -> list[list[Tensor]]:
     """Train as the callback is meant to; return the canonical parameters after each step."""
-    shown = list(batches(batch_size))
+    shown = list(batches(batch_size, count))
     first = shown[0][0][:num_samples]
     by_hand.reparametrize(first, ema)
     again = -(-num_samples // batch_size) if len(first) < num_samples else None

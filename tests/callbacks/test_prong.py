@@ -125,6 +125,15 @@ def test_accumulation_with_fixed_samples():
     assert deviation(trajectory.values, large) < 1e-12
 
 
+@pytest.mark.parametrize("num_samples", [8, 20])
+def test_a_short_batch_before_a_reparametrisation(num_samples):
+    """Each epoch ends in a batch of 2, and with it an interval: batches before it are needed too."""
+    ours, _ = trained(lambda p: torch.optim.SGD(p, lr=0.05), batches(8, 34), steps=15, num_samples=num_samples)
+    reference = ByHand(network(), EPS)
+    expected = run_by_hand(reference, sgd(reference, 0.05, momentum=0.0), 15, EVERY, num_samples, count=34)
+    assert deviation(ours, expected) < 1e-10
+
+
 def test_fixed_samples_replace_the_stream():
     """Here the samples are what the stream would have given."""
     stream, _ = trained(None, batches(40), num_samples=40)
