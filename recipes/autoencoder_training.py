@@ -17,7 +17,7 @@ from shared import make_trainer, quiet, stored
 
 import lightning_symmetry as ls
 
-Method = Literal["sgd", "momentum", "rmsprop", "adam", "batch_norm", "center", "prong"]
+Method = Literal["sgd", "momentum", "rmsprop", "adam", "batch_norm", "center", "prong", "prong_plus"]
 Data = Literal["digits", "mnist", "fashion_mnist"]
 
 
@@ -147,7 +147,8 @@ def _train(training: Training, data_dir: str, folder: Path, tick: Callable[[int]
     if training.eps is not None:
         names = ("every_n_steps", "num_samples", "eps", "ema", "whiten_at_init")
         settings = {name: getattr(training, name) for name in names}
-        callbacks.insert(0, ls.PRONG(mode="center" if training.method == "center" else "full", **settings))
+        mode = "center" if training.method == "center" else "full"
+        callbacks.insert(0, ls.PRONG(mode=mode, plus=training.method == "prong_plus", **settings))
     steps = training.points[-1]
     trainer = make_trainer(folder, callbacks, max_steps=steps, devices=1, log_every_n_steps=max(1, steps // 100))
     trainer.fit(module, datamodule=data)

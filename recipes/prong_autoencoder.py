@@ -34,6 +34,7 @@ LABELS = {
     "batch_norm": "batch norm, momentum 0.9",
     "center": "centring, momentum 0.9",
     "prong": "PRONG, momentum 0.9",
+    "prong_plus": "PRONG+, momentum 0.9",
 }
 Result = dict[str, Any]
 
@@ -91,7 +92,7 @@ def search_of(setting: Setting, method: Method) -> list[Training]:
     """Return the trainings among which a method's best is searched."""
     rates = setting.adaptive_rates if method in ("adam", "rmsprop") else setting.learning_rates
     names = ("every_n_steps", "num_samples", "eps", "ema", "whiten_at_init")
-    whitening = {name: getattr(setting, name) for name in names} if method in ("center", "prong") else {}
+    whitening = {name: getattr(setting, name) for name in names} if method in ("center", "prong", "prong_plus") else {}
     points = tuple(round(setting.steps * k / setting.num_points) for k in range(setting.num_points + 1))
     return [
         Training(method, rate, batch, setting.seed, setting.data, tuple(setting.hidden), points, **whitening)

@@ -39,7 +39,13 @@ def quiet() -> None:
     """Keep Lightning's notices, which every one of many small trainings repeats, out of the progress bar."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for message in (".*does not have many workers.*", ".*torch.jit.*", ".*number of training batches.*"):
+    messages = (
+        ".*does not have many workers.*",
+        ".*torch.jit.*",
+        ".*number of training batches.*",
+        ".*treespec, LeafSpec.*",
+    )
+    for message in messages:
         warnings.filterwarnings("ignore", message)
 
 
