@@ -35,7 +35,7 @@ from lightning_symmetry.landscape import (
 from lightning_symmetry.modules import AsymmetricModule, ReconstructionModule, SupervisedModule, warmup
 
 # The papers' networks
-from lightning_symmetry.networks import GNN, MLP, Autoencoder, ResNet, ResNet20, ResNet110
+from lightning_symmetry.networks import GNN, MLP, VGG, Autoencoder, ResNet, ResNet20, ResNet110
 
 # Find and certify symmetries, and align
 from lightning_symmetry.permutation import (
@@ -72,6 +72,7 @@ __all__ = [
     "MLP",
     "PRESETS",
     "PRONG",
+    "VGG",
     "Alignment",
     "ArxivData",
     "AsymmetricConv1d",

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
@@ -64,16 +65,16 @@ def fit(
 
 
 def make_trainer(folder: Path, callbacks: list[Callback], **limits: Any) -> pl.Trainer:
-    """Return a quiet trainer that logs to TensorBoard and neither validates nor saves checkpoints."""
+    """Return a quiet trainer that logs to TensorBoard, saves no checkpoints, and does not validate by default."""
     return pl.Trainer(
         logger=TensorBoardLogger(folder.parent, folder.name, version="", default_hp_metric=False),
         callbacks=callbacks,
-        limit_val_batches=0,  # the test split stands in for validation; it is measured at the end
         num_sanity_val_steps=0,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **limits,
+        # the test split stands in for validation, and is measured at the end, where there is no other
+        **{"limit_val_batches": 0, **limits},
     )
 
 
@@ -145,8 +146,9 @@ def mean_and_deviation(values: Sequence[float], digits: int = 3) -> str:
     return f"{tensor.mean():.{digits}f} ± {tensor.std():.{digits}f}"
 
 
+@rank_zero_only
 def save_json(path: Path, content: Any) -> None:
-    """Write a result in one go: a reader never sees half a file."""
+    """Write a result in one go, so that a reader never sees half a file; of several devices' processes, the first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(content, indent=1))
@@ -168,6 +170,7 @@ def stored(path: Path, settings: dict[str, Any], make: Callable[[], dict[str, An
     return content | {"new": True}
 
 
+@rank_zero_only
 def publish(out: Path, name: str, figure: Figure, texts: dict[str, str], content: Any) -> None:
     """Write a recipe's results, its figure as PNG, and figure and texts for TensorBoard, into a folder."""
     save_json(out / "results.json", content)

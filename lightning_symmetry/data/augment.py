@@ -19,23 +19,34 @@ def _check_batch(images: Tensor) -> None:
         raise ValueError(f"Expected a batch of shape (N, C, H, W), but got shape {tuple(images.shape)}.")
 
 
-class RandomCrop:
-    """Shift each image by up to `padding` pixels and fill with zeros.
+def _check_window(images: Tensor, height: int, width: int) -> None:
+    if height > images.shape[-2] or width > images.shape[-1]:
+        raise ValueError(
+            f"Expected images of at least {height} x {width} pixels, padding included, to crop them so, "
+            f"but got {images.shape[-2]} x {images.shape[-1]}."
+        )
 
-    Each image is padded by `padding` zeros on every side, to (H + 2p, W + 2p), and cropped to (H, W) at its
-    own offset (y, x), uniform on {0, …, 2p}².
+
+class RandomCrop:
+    """Cut a window out of each image at a place of its own.
+
+    Each image is padded by `padding` zeros on every side, to (H + 2p, W + 2p), and cropped to (h, w) at its own
+    offset (y, x), uniform on {0, …, H + 2p - h} x {0, …, W + 2p - w}. By default (h, w) = (H, W): images are
+    shifted by up to `padding` pixels.
     """
 
-    def __init__(self, padding: int = 4) -> None:
-        """Set the padding.
+    def __init__(self, padding: int = 4, size: int | None = None) -> None:
+        """Set the padding and the window.
 
         Args:
             padding: Zeros added on every side, in pixels.
+            size: Height and width of the window; None for those of the images.
 
         Raises:
-            ValueError: If `padding` is negative.
+            ValueError: If `padding` is negative or `size` not positive.
         """
         self.padding = check_at_least("padding", padding, 0)
+        self.size = None if size is None else check_at_least("size", size, 1)
 
     def __call__(self, images: Tensor) -> Tensor:
         """Crop a batch.
@@ -44,21 +55,41 @@ class RandomCrop:
             images: Batch of shape (N, C, H, W), any dtype.
 
         Returns:
-            A new batch of the same shape and dtype.
+            A new batch of shape (N, C, h, w) and the same dtype.
 
         Raises:
-            ValueError: If the batch does not have four dimensions.
+            ValueError: If the batch does not have four dimensions, or the window is larger than the padded images.
         """
         _check_batch(images)
-        height, width = images.shape[-2:]
         padded = functional.pad(images, [self.padding] * 4)
-        y, x = torch.randint(2 * self.padding + 1, (2, len(images)))
-        # A view of all crops (N, C, 2p+1, 2p+1, H, W): indexing it copies the chosen windows only.
+        height, width = images.shape[-2:] if self.size is None else (self.size, self.size)
+        _check_window(padded, height, width)
+        # A view of all crops (N, C, places, places, h, w): indexing it copies the chosen windows only.
         windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+        y, x = (torch.randint(places, (len(images),)) for places in windows.shape[2:4])
         return windows[torch.arange(len(images)), :, y, x]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(padding={self.padding})"
+        size = "" if self.size is None else f", size={self.size}"
+        return f"{type(self).__name__}(padding={self.padding}{size})"
+
+
+def center_crop(images: Tensor, size: int) -> Tensor:
+    """Cut the central square out of images; where the margins cannot be equal, as torchvision's `CenterCrop`.
+
+    Args:
+        images: Images of shape (..., H, W).
+        size: Height and width h of the square.
+
+    Returns:
+        A view of shape (..., h, h).
+
+    Raises:
+        ValueError: If the square is larger than the images.
+    """
+    _check_window(images, size, size)
+    y, x = (round((side - size) / 2) for side in images.shape[-2:])
+    return images[..., y : y + size, x : x + size]
 
 
 class RandomHorizontalFlip:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lightning_symmetry.data._checks import check_at_least, check_choice, check_fraction
-from lightning_symmetry.data.augment import RandomCrop, RandomHorizontalFlip
+from lightning_symmetry.data.augment import RandomCrop, RandomHorizontalFlip, center_crop
 from lightning_symmetry.data.decode import (
     channel_statistics,
     decode,
@@ -64,6 +65,7 @@ class VisionData(ImageDataModule):
         eval_batch_size: int = 512,
         max_memory_gb: float = 4.0,
         normalize: bool = True,
+        crop: int | None = None,
     ) -> None:
         """Choose the data; nothing is read yet.
 
@@ -71,8 +73,9 @@ class VisionData(ImageDataModule):
             name: Which data set.
             data_dir: Folder of the data, see above.
             batch_size: Images in a training batch of one process.
-            augment: Crop training images at random after padding by 4 zeros, and flip them left to right with
-                probability 1/2. None does so for CIFAR-10 and CIFAR-100 only.
+            augment: Crop training images at random, after padding by 4 zeros where `crop` is None, and flip them
+                left to right with probability 1/2. None does so for CIFAR-10 and CIFAR-100 and wherever there is
+                a `crop`.
             val_fraction: Fraction of the training images that is held out for validation; 0 validates on the
                 test images, or on val/ where a tree has that beside test/.
             split_seed: Seed of the stratified split into training and validation images.
@@ -83,6 +86,8 @@ class VisionData(ImageDataModule):
             eval_batch_size: Images in a batch of the validation, test and evaluation loaders.
             max_memory_gb: Most memory that decoded images may take, in GiB; beyond it they stay on disk.
             normalize: Normalise inputs; otherwise they are intensities from 0 to 1, as autoencoders want them.
+            crop: Side in pixels of a square that is cut out of each image after resizing: at random for
+                augmentation, from the centre everywhere else. None keeps images whole.
 
         Raises:
             ValueError: If an argument is out of range or the name unknown.
@@ -92,7 +97,9 @@ class VisionData(ImageDataModule):
         self.name = check_choice("name", name, (*NAMED_IMAGES, "imagefolder"))
         self.data_dir = Path(data_dir)
         self.named = NAMED_IMAGES.get(name)
-        self.augment = augment if augment is not None else self.named is not None and self.named.crop_and_flip
+        self.crop = None if crop is None else check_at_least("crop", crop, 1)
+        usual = crop is not None or (self.named is not None and self.named.crop_and_flip)
+        self.augment = usual if augment is None else augment
         self.val_fraction = check_fraction("val_fraction", val_fraction, zero=True)
         self.split_seed = split_seed
         self.download = download
@@ -112,6 +119,11 @@ class VisionData(ImageDataModule):
     @property
     def input_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of one input."""
+        channels, *size = self._image_shape()
+        return (channels, *size) if self.crop is None else (channels, self.crop, self.crop)
+
+    def _image_shape(self) -> tuple[int, int, int]:
+        """Return the shape of an image before it is cropped."""
         tree = self._tree()
         channels, *size = self.named.shape if tree is None else (3, None, None)
         if self.image_size is not None:
@@ -174,9 +186,11 @@ class VisionData(ImageDataModule):
         self._require_data()
         tree = self._tree()
         sources = self.named.open(self.data_dir) if tree is None else open_tree(tree)
-        shape = self.input_shape
+        shape = self._image_shape()
         if tree is not None and self.image_size is None:
             shape = (3, *common_size(sources.values()))
+        if self.crop is not None and self.crop > min(shape[1:]):
+            raise ValueError(f"Expected argument `crop` to be at most {min(shape[1:])}, but got {self.crop}.")
         parts = {name: (source, None) for name, source in sources.items()}
         if self.val_fraction > 0:
             train, val = stratified_split(_labels(sources["train"]), self.val_fraction, self.split_seed)
@@ -202,10 +216,14 @@ class VisionData(ImageDataModule):
             images, labels = decoded[id(source)], _labels(source)
             tensors[name] = (images, labels) if index is None else (images[index], labels[index])
         mean, std = self._statistics(tensors["train"][0].split(4096))
-        plain = {name: TensorImages(*pair, mean, std) for name, pair in tensors.items()}
+        plain = {name: TensorImages(self._center(x), labels, mean, std) for name, (x, labels) in tensors.items()}
         if not self.augment:
             return ImageSplits(augmented=plain["train"], plain=plain)
-        return ImageSplits(augmented=TensorImages(*tensors["train"], mean, std, augment=crop_and_flip), plain=plain)
+        vary = crop_and_flip if self.crop is None else partial(crop_and_flip, padding=0, size=self.crop)
+        return ImageSplits(augmented=TensorImages(*tensors["train"], mean, std, augment=vary), plain=plain)
+
+    def _center(self, images: Tensor) -> Tensor:
+        return images if self.crop is None else center_crop(images, self.crop)  # a view: no memory
 
     def _on_disk(self, parts: dict[str, tuple[Any, Tensor | None]], shape: tuple[int, int, int]) -> ImageSplits:
         from torchvision import transforms
@@ -217,11 +235,13 @@ class VisionData(ImageDataModule):
         normalize = transforms.Normalize(*self._statistics(pixel_batches(source, sample, resize)))
         to_input = [transforms.ToTensor(), normalize]
         before = [] if resize is None else [resize]
-        plain_transform = transforms.Compose([*before, *to_input])
+        center = [] if self.crop is None else [transforms.CenterCrop(self.crop)]
+        plain_transform = transforms.Compose([*before, *center, *to_input])
         plain = {name: _subset(with_transform(part[0], plain_transform), part[1]) for name, part in parts.items()}
         if not self.augment:
             return ImageSplits(augmented=plain["train"], plain=plain)
-        vary = [transforms.RandomCrop(shape[1:], padding=CROP_PADDING), transforms.RandomHorizontalFlip()]
+        window = {"size": shape[1:], "padding": CROP_PADDING} if self.crop is None else {"size": self.crop}
+        vary = [transforms.RandomCrop(**window), transforms.RandomHorizontalFlip()]
         varied = with_transform(source, transforms.Compose([*before, *vary, *to_input]))
         return ImageSplits(augmented=_subset(varied, index), plain=plain)
 
@@ -231,16 +251,18 @@ class VisionData(ImageDataModule):
         return channel_statistics(batches) if self.named is None else (self.named.mean, self.named.std)
 
 
-def crop_and_flip(images: Tensor) -> Tensor:
-    """Crop at random after padding by 4 zeros, and flip at random: the usual augmentation for CIFAR.
+def crop_and_flip(images: Tensor, padding: int = CROP_PADDING, size: int | None = None) -> Tensor:
+    """Crop at random, and flip at random: the usual augmentation for CIFAR.
 
     Args:
         images: Batch of shape (N, C, H, W).
+        padding: Zeros added on every side before.
+        size: Height and width h of the window; None for those of the images.
 
     Returns:
-        A new batch of the same shape.
+        A new batch of shape (N, C, h, h).
     """
-    return RandomHorizontalFlip()(RandomCrop(CROP_PADDING)(images))
+    return RandomHorizontalFlip()(RandomCrop(padding, size)(images))
 
 
 def _labels(source: Any) -> Tensor:

@@ -5,5 +5,6 @@ from lightning_symmetry.networks.gnn import GNN
 from lightning_symmetry.networks.mlp import MLP
 from lightning_symmetry.networks.norm import ChannelNorm
 from lightning_symmetry.networks.resnet import ResidualBlock, ResNet, ResNet20, ResNet110
+from lightning_symmetry.networks.vgg import VGG
 
-__all__ = ["GNN", "MLP", "Autoencoder", "ChannelNorm", "ResNet", "ResNet20", "ResNet110", "ResidualBlock"]
+__all__ = ["GNN", "MLP", "VGG", "Autoencoder", "ChannelNorm", "ResNet", "ResNet20", "ResNet110", "ResidualBlock"]

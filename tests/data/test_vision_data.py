@@ -72,6 +72,31 @@ def test_resizing_crops_the_central_square(make_tree, max_memory_gb):
 
 
 @MEMORY
+@pytest.mark.parametrize(("image_size", "size"), [(None, (10, 10)), (10, (12, 15))])
+def test_crop_is_at_random_in_training_and_central_elsewhere(make_tree, max_memory_gb, image_size, size):
+    tree = make_tree(size=size)
+    data = VisionData("imagefolder", str(tree), max_memory_gb=max_memory_gb, image_size=image_size, crop=6)
+    assert data.input_shape == (3, 6, 6)
+    whole = [transforms.Resize(10), transforms.CenterCrop(10)] if image_size else []
+    train, _ = folder_pixels(tree / "train", *whole)
+    for split in ("train", "test"):
+        images, _ = gather(data.eval_dataloader(split))
+        expected, _ = folder_pixels(tree / split, *whole, transforms.CenterCrop(6))
+        torch.testing.assert_close(images.double(), normalised(expected, train), rtol=1e-5, atol=1e-6)
+    train = normalised(train, train).float()
+    windows = train.unfold(2, 6, 1).unfold(3, 6, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 3, 6, 6)
+    known = torch.cat([windows, windows.flip(-1)]).flatten(1)
+    seen = torch.cat([gather(data.train_dataloader())[0] for _ in range(8)]).flatten(1)
+    distance, found = torch.cdist(seen, known).min(1)
+    assert distance.max() < 0.01
+    assert 80 < len(found.unique()) < 120  # 120 draws of 15 images with 5 x 5 places, flipped or not
+    still = VisionData("imagefolder", str(tree), image_size=image_size, crop=6, augment=False)
+    assert still.train_dataloader().dataset is still.eval_dataloader("train").dataset
+    with pytest.raises(ValueError, match="`crop` to be at most 10, but got 11"):
+        VisionData("imagefolder", str(tree), image_size=image_size, crop=11).setup()
+
+
+@MEMORY
 @pytest.mark.parametrize("name", ["imagefolder", "cifar10"])
 def test_validation_is_taken_from_training_images(make_tree, max_memory_gb, name):
     tree = make_tree()
@@ -136,6 +161,7 @@ def test_augmented_batches_are_crop_and_flip_of_the_bytes(make_tree):
 )
 def test_augmentation_by_default(name, expected):
     assert VisionData(name).augment is expected
+    assert VisionData(name, crop=8).augment is True
 
 
 def test_val_folder_stands_in_for_test_or_serves_beside_it(make_tree):
@@ -199,6 +225,7 @@ def test_channel_statistics_are_exact():
     [
         ({"name": "imagenet"}, "`name` to be one of .*'cifar10'.*'imagefolder'.* but got 'imagenet'"),
         ({"val_fraction": -0.1}, r"`val_fraction` to be a fraction in \[0, 1\), but got -0.1"),
+        ({"crop": 0}, "`crop` to be an integer of at least 1, but got 0"),
         ({"image_size": 0}, "`image_size` to be an integer of at least 1, but got 0"),
         ({"max_memory_gb": -1.0}, "`max_memory_gb` to be at least 0, but got -1.0"),
         ({"eval_batch_size": 0}, "`eval_batch_size` to be an integer of at least 1, but got 0"),
