@@ -31,6 +31,19 @@ from lightning_symmetry.landscape import (
     supervised_step,
 )
 
+# Low-rank factors
+from lightning_symmetry.low_rank import (
+    LowRankConv2d,
+    LowRankEmbedding,
+    LowRankLinear,
+    effective_rank,
+    factorize,
+    frobenius_decay,
+    marchenko_pastur_quantiles,
+    recompose,
+    stable_rank,
+)
+
 # LightningModules
 from lightning_symmetry.modules import AsymmetricModule, ReconstructionModule, SupervisedModule, warmup
 
@@ -87,6 +100,9 @@ __all__ = [
     "FiGLU",
     "FisherConditioning",
     "LinearInterpolation",
+    "LowRankConv2d",
+    "LowRankEmbedding",
+    "LowRankLinear",
     "NotEquivalentError",
     "PathResult",
     "PermutationSpec",
@@ -105,19 +121,25 @@ __all__ = [
     "collect_statistics",
     "condition_number",
     "effective_asymmetry",
+    "effective_rank",
     "embed",
     "evaluate_path",
+    "factorize",
     "fisher_blocks",
     "fisher_matrix",
     "fixed_fraction",
+    "frobenius_decay",
     "graph_step",
     "interpolate",
+    "marchenko_pastur_quantiles",
     "match_activations",
     "match_weights",
     "num_trainable",
     "parameter_distance",
+    "recompose",
     "repair",
     "reparametrize",
+    "stable_rank",
     "supervised_step",
     "symmetries",
     "trace_permutations",

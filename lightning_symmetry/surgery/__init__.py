@@ -7,7 +7,7 @@ from lightning_symmetry.surgery.contract import (
     check_constants,
     constants_of,
 )
-from lightning_symmetry.surgery.convertible import OTHER_MAPS, why_not_convertible
+from lightning_symmetry.surgery.convertible import OTHER_MAPS, has_hooks, why_not_convertible
 from lightning_symmetry.surgery.replace import (
     match_patterns,
     module_names,
@@ -34,6 +34,7 @@ __all__ = [
     "device_of",
     "evaluating",
     "example_of",
+    "has_hooks",
     "match_patterns",
     "module_names",
     "plain_copy",

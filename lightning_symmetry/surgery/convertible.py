@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -26,11 +26,17 @@ OTHER_MAPS = (
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks, which are lost where it is replaced."""
+    return any(getattr(module, hooks) for hooks in _HOOKS)
+
+
 def why_not_convertible(
     net: nn.Module,
     layers: Mapping[str, nn.Module],
     kinds: Iterable[type[nn.Module]],
     known: Callable[[nn.Module], bool],
+    may_be_tied: Container[str] = (),
 ) -> dict[str, str]:
     """Return the reason for each layer that no conversion can replace.
 
@@ -39,6 +45,7 @@ def why_not_convertible(
         layers: Its layers by name.
         kinds: Plain layers that the conversion is for; a subclass of one may have a forward of its own.
         known: Whether the conversion knows how a layer computes.
+        may_be_tied: Names of layers whose tied parameters the conversion takes care of.
     """
     kinds = tuple(kinds)
     uncalled = why_not_callable(net)
@@ -59,8 +66,8 @@ def why_not_convertible(
                 if base
                 else "its weights are not those of a linear layer or convolution"
             )
-        elif name in tied:
+        elif name in tied and name not in may_be_tied:
             reasons[name] = f"its parameters are tied to {', '.join(other or 'the network' for other in tied[name])}"
-        elif any(getattr(module, hooks) for hooks in _HOOKS):
+        elif has_hooks(module):
             reasons[name] = "it has hooks, which would be lost"
     return reasons

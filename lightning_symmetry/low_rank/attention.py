@@ -1,0 +1,277 @@
+"""Multi-head attention with factorised projections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+from typing_extensions import Self
+
+from lightning_symmetry.low_rank.attention_masks import additive, extend, merge
+from lightning_symmetry.low_rank.decomposition import Decomposition
+from lightning_symmetry.low_rank.initialisation import Init, initial_factors, layer_generator
+from lightning_symmetry.low_rank.layer import LowRankMap
+from lightning_symmetry.low_rank.rank import Rank, choose_rank, is_worthwhile
+from lightning_symmetry.surgery import ReparametrizedLayer
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+class LowRankProjection(LowRankMap):
+    """A linear map without bias, of shape ``(N, M)``: ``left`` is U, ``(N, r)``; ``right`` is V, ``(M, r)``."""
+
+    def __init__(self, left: Tensor, right: Tensor, like: nn.Parameter) -> None:
+        super().__init__()
+        self.set_factors(left, right, like)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return U and V, of shape ``(1, N, r)`` and ``(1, M, r)``."""
+        return self.left.unsqueeze(0), self.right.unsqueeze(0)
+
+    def pack(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Return U and V without the axis of groups."""
+        return left.squeeze(0), right.squeeze(0)
+
+    def canonical_weight(self) -> Tensor:
+        r"""Return :math:`U V^\top`."""
+        return self.left @ self.right.mT
+
+    def forward(self, input: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map ``(..., M)`` to ``(..., N)``."""
+        return F.linear(input @ self.right, self.left, bias)
+
+    def extra_repr(self) -> str:
+        """Describe sizes and rank."""
+        return f"{len(self.right)}, {len(self.left)}, rank={self.rank}"
+
+
+class DenseProjection(nn.Module):
+    """A linear map without bias that is not factorised; ``weight`` has the shape ``(N, M)``."""
+
+    def __init__(self, weight: Tensor, like: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone(), requires_grad=like.requires_grad)
+
+    def canonical_weight(self) -> Tensor:
+        """Return the weight."""
+        return self.weight
+
+    def forward(self, input: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map ``(..., M)`` to ``(..., N)``."""
+        return F.linear(input, self.weight, bias)
+
+    def extra_repr(self) -> str:
+        """Describe sizes."""
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
+
+
+class LowRankMultiheadAttention(ReparametrizedLayer):
+    r"""Multi-head attention with factorised projections; a drop-in for ``nn.MultiheadAttention``.
+
+    The projections of queries, keys and values, which ``nn.MultiheadAttention`` holds in one fused ``in_proj_weight``,
+    and that of the output have factors of their own, :math:`W_q = U_q V_q^\top` and so on. Those for which factors
+    would not save enough stay as they are, as modules of their own. Biases keep their names. Attention is
+    ``scaled_dot_product_attention`` where no weights are asked for. Nested tensors are not supported.
+
+    Attributes:
+        q_proj: Projection of the queries: :class:`LowRankProjection` or :class:`DenseProjection`.
+        k_proj: That of the keys.
+        v_proj: That of the values.
+        out_proj: That of the output.
+        in_proj_bias: Biases of queries, keys and values, of shape ``(3 embed_dim,)``, or None.
+        out_proj_bias: Bias of the output, or None.
+        bias_k: Row appended to the keys, or None.
+        bias_v: Row appended to the values, or None.
+    """
+
+    in_proj_bias: nn.Parameter | None
+    out_proj_bias: nn.Parameter | None
+    bias_k: nn.Parameter | None
+    bias_v: nn.Parameter | None
+
+    @classmethod
+    def from_layer(
+        cls,
+        layer: nn.MultiheadAttention,
+        rank: Rank = 0.25,
+        init: Init = "spectral",
+        *,
+        seed: int = 0,
+        name: str = "",
+        min_saving: float = -1,
+    ) -> Self:
+        r"""Build the module from the plain one, whose biases it takes over.
+
+        Args:
+            layer: The plain module; it is not changed.
+            rank: Rank of each projection, see :func:`~lightning_symmetry.low_rank.rank.choose_rank`.
+            init: Initialisation of the factors. Random ones have products with the variance of PyTorch's own
+                initialisation: :math:`2 / (\text{fan-in} + \text{fan-out})` of the (fused) input projection,
+                :math:`1 / (3 \cdot \text{embed_dim})` of the output's.
+            seed: Seed of random factors.
+            name: Name of the module in its network.
+            min_saving: Projections whose factors would save a smaller share of their parameters stay dense; at 0, so
+                do those that would save nothing.
+
+        Raises:
+            ValueError: If the rank does not fit, the initialisation does not exist, or a weight is not finite.
+        """
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        for setting in ("embed_dim", "kdim", "vdim", "num_heads", "dropout", "batch_first", "head_dim"):
+            setattr(self, setting, getattr(layer, setting))
+        self.add_zero_attn, self._qkv_same_embed_dim = layer.add_zero_attn, layer._qkv_same_embed_dim
+        generator = layer_generator(seed, name)
+        for key, (weight, variance, like) in projections_of(layer).items():
+            decomposition = Decomposition(weight.unsqueeze(0))
+            beyond = isinstance(rank, int) and rank > decomposition.full_rank and min_saving >= 0
+            number = decomposition.full_rank if beyond else choose_rank(rank, decomposition)
+            if is_worthwhile(number, *weight.shape, min_saving):
+                precision = torch.finfo(weight.dtype).eps
+                factors = initial_factors(decomposition, number, init, variance, generator, precision)
+                self.add_module(key, LowRankProjection(*factors, like))
+            else:
+                self.add_module(key, DenseProjection(weight, like))
+        self.register_parameter("in_proj_bias", layer.in_proj_bias)
+        self.register_parameter("out_proj_bias", layer.out_proj.bias)
+        self.register_parameter("bias_k", layer.bias_k)
+        self.register_parameter("bias_v", layer.bias_v)
+        return self.train(layer.training)
+
+    def projections(self) -> dict[str, LowRankProjection | DenseProjection]:
+        """Return the four projections by name."""
+        return {key: getattr(self, key) for key in PROJECTIONS}
+
+    def canonical_weight(self) -> Tensor:
+        """Return the ``in_proj_weight`` that the plain module would have, of shape ``(3 embed_dim, embed_dim)``.
+
+        Raises:
+            ValueError: If keys or values have sizes of their own, so that there is no such tensor.
+        """
+        if not self._qkv_same_embed_dim:
+            raise ValueError("Keys and values have sizes of their own: ask each of `projections()` for its weight.")
+        return torch.cat([getattr(self, key).canonical_weight() for key in PROJECTIONS[:3]])
+
+    @torch.no_grad()
+    def to_layer(self) -> nn.MultiheadAttention:
+        """Return the plain module with the products as its weights."""
+        out = self.out_proj.canonical_weight()
+        layer = skip_init(
+            nn.MultiheadAttention,
+            self.embed_dim,
+            self.num_heads,
+            self.dropout,
+            bias=self.in_proj_bias is not None,
+            add_bias_kv=self.bias_k is not None,
+            add_zero_attn=self.add_zero_attn,
+            kdim=self.kdim,
+            vdim=self.vdim,
+            batch_first=self.batch_first,
+            device=out.device,
+            dtype=out.dtype,
+        )
+        values: list[tuple[nn.Parameter, Tensor]] = [(layer.out_proj.weight, out)]
+        wanted = {layer.out_proj.weight: next(self.out_proj.parameters()).requires_grad}
+        if self._qkv_same_embed_dim:
+            values.append((layer.in_proj_weight, self.canonical_weight()))
+            wanted[layer.in_proj_weight] = next(self.q_proj.parameters()).requires_grad
+        else:
+            for key in PROJECTIONS[:3]:
+                parameter, projection = getattr(layer, f"{key}_weight"), getattr(self, key)
+                values.append((parameter, projection.canonical_weight()))
+                wanted[parameter] = next(projection.parameters()).requires_grad
+        for parameter, mine in zip(biases_of(layer), biases_of(self), strict=True):
+            if mine is not None:
+                values.append((parameter, mine))
+                wanted[parameter] = mine.requires_grad
+        for parameter, value in values:
+            parameter.copy_(value)
+            parameter.requires_grad_(wanted[parameter])
+        return layer.train(self.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; arguments, shapes and results are those of ``nn.MultiheadAttention``.
+
+        Raises:
+            ValueError: If ``is_causal`` comes without the ``attn_mask`` that it describes.
+        """
+        if is_causal and attn_mask is None:
+            raise ValueError("`is_causal` is a hint about `attn_mask` and needs it.")
+        batched = query.ndim == 3
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q = self.q_proj(query, biases[0])
+        k, v = self._extended(self.k_proj(key, biases[1]), self.v_proj(value, biases[2]))
+        padding = additive(key_padding_mask, q.dtype)
+        mask = additive(attn_mask, q.dtype)
+        appended = k.shape[1] - key.shape[1]
+        causal = is_causal and padding is None and not need_weights
+        mask = None if causal else merge(extend(mask, appended), extend(padding, appended), len(q), self.num_heads)
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = (q * self.head_dim**-0.5) @ k.mT
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = F.dropout(weights, dropout) if dropout else weights
+            attended = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+        output = self.out_proj(attended.transpose(1, 2).flatten(2), self.out_proj_bias)
+        if not batched:
+            return output.squeeze(0), None if weights is None else weights.squeeze(0)
+        return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the learned row and that of zeros, where there are any."""
+        for rows in ((self.bias_k, self.bias_v), (0, 0) if self.add_zero_attn else (None, None)):
+            if rows[0] is not None:
+                key, value = (_append(x, row) for x, row in zip((key, value), rows, strict=True))
+        return key, value
+
+    def extra_repr(self) -> str:
+        """Describe sizes."""
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+
+
+def _append(sequence: Tensor, row: Tensor | int) -> Tensor:
+    if isinstance(row, int):
+        return F.pad(sequence, (0, 0, 0, 1))
+    return torch.cat([sequence, row.to(sequence.dtype).expand(len(sequence), -1, -1)], 1)
+
+
+def biases_of(module: Any) -> tuple[nn.Parameter | None, ...]:
+    """Return the biases of an attention module, plain or factorised."""
+    out = module.out_proj.bias if isinstance(module, nn.MultiheadAttention) else module.out_proj_bias
+    return module.in_proj_bias, out, module.bias_k, module.bias_v
+
+
+def projections_of(layer: nn.MultiheadAttention) -> dict[str, tuple[Tensor, float, nn.Parameter]]:
+    """Return the weight of each projection, the variance of its usual initialisation, and its parameter."""
+    size = layer.embed_dim
+    if layer.in_proj_weight is not None:
+        parts = layer.in_proj_weight.detach().chunk(3)
+        found = {key: (part, 0.5 / size, layer.in_proj_weight) for key, part in zip(PROJECTIONS, parts, strict=False)}
+    else:
+        weights = layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight
+        found = {key: (w.detach(), 2 / sum(w.shape), w) for key, w in zip(PROJECTIONS, weights, strict=False)}
+    out = layer.out_proj.weight
+    return {**found, "out_proj": (out.detach(), 1 / (3 * size), out)}
