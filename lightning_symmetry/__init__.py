@@ -15,7 +15,15 @@ from lightning_symmetry.asymmetry import (
 )
 
 # Lightning callbacks
-from lightning_symmetry.callbacks import PRONG, FisherConditioning, LinearInterpolation, WaterfallLR
+from lightning_symmetry.callbacks import (
+    PRONG,
+    EffectiveRankMonitor,
+    FisherConditioning,
+    FrobeniusDecay,
+    LinearInterpolation,
+    SpectralFactorization,
+    WaterfallLR,
+)
 
 # Data
 from lightning_symmetry.data import ArxivData, DigitsData, DigitsGraph, PlanetoidData, VisionData
@@ -45,7 +53,13 @@ from lightning_symmetry.low_rank import (
 )
 
 # LightningModules
-from lightning_symmetry.modules import AsymmetricModule, ReconstructionModule, SupervisedModule, warmup
+from lightning_symmetry.modules import (
+    AsymmetricModule,
+    LowRankLayoutMixin,
+    ReconstructionModule,
+    SupervisedModule,
+    warmup,
+)
 
 # The papers' networks
 from lightning_symmetry.networks import GNN, MLP, VGG, Autoencoder, ResNet, ResNet20, ResNet110
@@ -96,12 +110,15 @@ __all__ = [
     "DigitsData",
     "DigitsGraph",
     "DynamicNetworkError",
+    "EffectiveRankMonitor",
     "EmbeddedMLP",
     "FiGLU",
     "FisherConditioning",
+    "FrobeniusDecay",
     "LinearInterpolation",
     "LowRankConv2d",
     "LowRankEmbedding",
+    "LowRankLayoutMixin",
     "LowRankLinear",
     "NotEquivalentError",
     "PathResult",
@@ -111,6 +128,7 @@ __all__ = [
     "ResNet",
     "ResNet20",
     "ResNet110",
+    "SpectralFactorization",
     "SupervisedModule",
     "SymmetryReport",
     "VisionData",
