@@ -175,13 +175,12 @@ def zca_whitening_from_samples(
     if count < 2:
         raise WhiteningError(f"Whitening needs at least 2 samples but got {count}.")
     _check(samples, eps=eps)
-    samples = samples.double()
-    share = samples.new_full((count,), 1 / count) if weights is None else (weights / weights.sum()).to(samples)
-    mean = (share @ samples) if centred else torch.zeros_like(samples[..., 0, :])
+    rows = samples.to(torch.float64, copy=True)
+    share = rows.new_full((count,), 1 / count) if weights is None else (weights / weights.sum()).to(rows)
+    mean = (share @ rows) if centred else torch.zeros_like(rows[..., 0, :])
     if mode == "center":
         return centering(mean)
-    rows = (samples - mean.unsqueeze(-2)).mul_(share.sqrt().unsqueeze(-1))
-    del samples
+    rows.sub_(mean.unsqueeze(-2)).mul_(share.sqrt().unsqueeze(-1))
     if mode == "diagonal":
         return diagonal_whitening(mean, rows.square().sum(-2), eps, relative=relative)
     if count >= size:
