@@ -16,7 +16,6 @@ reparametrisation in both layers. The second table says what is left of that whe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -28,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from jsonargparse import auto_cli
 from matplotlib.figure import Figure
-from shared import make_trainer, mean_and_deviation, publish, quiet, run_jobs, table
+from shared import make_trainer, mean_and_deviation, publish, quiet, run_jobs, table, worker_count
 from torch import nn
 
 import lightning_symmetry as ls
@@ -250,9 +249,7 @@ def draw(setting: Setting, by_method: dict[Method, list[dict[str, Any]]]) -> Fig
 def main(setting: Setting) -> list[dict[str, Any]]:
     """Run the recipe and return the results of all trainings."""
     quiet()
-    workers = setting.workers
-    if workers is None:
-        workers = 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    workers = worker_count(setting.workers)
     make_data(setting).prepare_data()
     seeds = range(setting.seed, setting.seed + setting.seeds)
     jobs = [{"setting": setting, "method": method, "seed": seed} for seed in seeds for method in setting.methods]

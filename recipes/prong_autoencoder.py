@@ -12,7 +12,6 @@ results and are not repeated.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -24,7 +23,7 @@ from autoencoder_training import Data, Method, Training, make_data, run
 from jsonargparse import auto_cli
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from shared import mean_and_deviation, publish, quiet, run_jobs, table
+from shared import mean_and_deviation, publish, quiet, run_jobs, table, worker_count
 
 LABELS = {
     "sgd": "SGD",
@@ -114,9 +113,7 @@ def best_of(results: Sequence[Result]) -> Result:
 
 def train_all(setting: Setting, trainings: Sequence[Training], what: str) -> list[Result]:
     """Run trainings, those that are there twice once."""
-    workers = setting.workers
-    if workers is None:
-        workers = 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    workers = worker_count(setting.workers)
     each = list(dict.fromkeys(trainings))
     jobs = [{"training": one, "data_dir": setting.data_dir, "out_dir": setting.out_dir} for one in each]
     found = run_jobs(run, jobs, len(jobs) * setting.num_points, workers, f"{len(jobs)} {what}", unit="point")

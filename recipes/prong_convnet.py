@@ -17,7 +17,6 @@ reached after 560, 240, 200 and 240 updates; test error 3.3, 2.8, 0.6, 0.8 and 0
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -31,7 +30,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from prong_convnet_course import Course
 from prong_convnet_networks import inception
 from prong_convnet_results import LABELS, best_rates, draw, summarise
-from shared import UsageError, make_trainer, publish, quiet, run_jobs, stored
+from shared import UsageError, make_trainer, publish, quiet, run_jobs, stored, worker_count
 from torchmetrics.classification import MulticlassHammingDistance
 
 import lightning_symmetry as ls
@@ -202,10 +201,7 @@ def main(setting: Setting) -> list[dict[str, Any]]:
     """Run the recipe and return the results of all trainings."""
     quiet()
     check(setting)
-    workers = setting.workers
-    if workers is None:
-        alone = torch.cuda.is_available() or setting.devices > 1
-        workers = 0 if alone else len(os.sched_getaffinity(0))
+    workers = worker_count(setting.workers, setting.devices)
     jobs = []
     for seed in range(setting.seed, setting.seed + setting.seeds):
         for method in setting.methods:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing as mp
+import os
 import queue
 import warnings
 from collections.abc import Callable, Sequence
@@ -76,6 +77,13 @@ def make_trainer(folder: Path, callbacks: list[Callback], **limits: Any) -> pl.T
         # the test split stands in for validation, and is measured at the end, where there is no other
         **{"limit_val_batches": 0, **limits},
     )
+
+
+def worker_count(setting: int | None, devices: int = 1) -> int:
+    """Return the number of worker processes: by default one a core, none where a training has other devices."""
+    if setting is not None:
+        return setting
+    return 0 if torch.cuda.is_available() or devices > 1 else len(os.sched_getaffinity(0))
 
 
 def run_jobs(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -19,6 +18,7 @@ from lightning_symmetry.callbacks.evaluation import evaluating, split_loader
 from lightning_symmetry.callbacks.fisher_figures import draw_history, matrix_figure
 from lightning_symmetry.callbacks.fisher_meter import Coordinates, Looking, Meter, coordinates_differ, first_samples
 from lightning_symmetry.callbacks.prong_samples import on_device
+from lightning_symmetry.callbacks.refusals import check_whole_parameters
 from lightning_symmetry.landscape.steps import Step
 from lightning_symmetry.whitening.likelihoods import LikelihoodName
 
@@ -151,11 +151,7 @@ class FisherConditioning(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
-            raise MisconfigurationException(
-                f"FisherConditioning needs whole parameters, but {type(trainer.strategy).__name__} shards them. Use "
-                "'auto' or 'ddp'."
-            )
+        check_whole_parameters(trainer, "FisherConditioning")
         if stage == "fit":
             self._reset()  # what an earlier fit left; the state of a checkpoint is loaded after this
 

@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from lightning_symmetry.callbacks.evaluation import (
     quiet_copy,
     split_loader,
 )
+from lightning_symmetry.callbacks.refusals import check_whole_parameters
 from lightning_symmetry.landscape import PathResult, Segment, parameter_distance
 from lightning_symmetry.landscape.path import BatchNorm, path_values
 from lightning_symmetry.landscape.result import as_positions
@@ -126,11 +126,8 @@ class LinearInterpolation(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
-            raise MisconfigurationException(
-                f"LinearInterpolation needs whole parameters, but {type(trainer.strategy).__name__} shards them. "
-                "Use 'auto' or 'ddp', or evaluate a consolidated checkpoint with lightning_symmetry.evaluate_path."
-            )
+        instead = "Use 'auto' or 'ddp', or evaluate a consolidated checkpoint with lightning_symmetry.evaluate_path."
+        check_whole_parameters(trainer, "LinearInterpolation", instead)
         if stage == "fit":
             self._start = None  # of an earlier fit; that of a checkpoint is loaded after this
 

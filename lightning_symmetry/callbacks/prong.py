@@ -19,7 +19,6 @@ from lightning_symmetry.callbacks.prong_checks import (
     check_coefficients,
     check_explicit,
     check_module,
-    check_strategy,
     takes_explicit,
     warn_once,
 )
@@ -28,6 +27,7 @@ from lightning_symmetry.callbacks.prong_layers import WhitenedFor
 from lightning_symmetry.callbacks.prong_measures import relative_deviation
 from lightning_symmetry.callbacks.prong_plus import UnitScaling, plus_spread, without_scaling
 from lightning_symmetry.callbacks.prong_samples import LastSamples, gather_on_first, observe, outputs_of
+from lightning_symmetry.callbacks.refusals import check_whole_parameters
 from lightning_symmetry.surgery import ConversionReport
 from lightning_symmetry.surgery.momentum import MomentumTransport
 from lightning_symmetry.whitening.coefficients import Mode
@@ -156,7 +156,7 @@ class PRONG(Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            check_strategy(trainer)
+            check_whole_parameters(trainer, "PRONG")
             self._reset()  # what an earlier fit left; the state of a checkpoint is loaded after this
 
     @override

@@ -8,20 +8,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
+from lightning_symmetry.callbacks.refusals import AVERAGING
 from lightning_symmetry.whitening.explicit import ExplicitWhitenedLayer
 from lightning_symmetry.whitening.layer import HasWhitening
-
-try:
-    from lightning.pytorch.callbacks import WeightAveraging
-except ImportError:  # before lightning 2.6
-    WeightAveraging = StochasticWeightAveraging
 
 
 def check_arguments(
@@ -49,18 +43,6 @@ def check_arguments(
     if plus and mode == "center":
         raise MisconfigurationException(
             "PRONG(plus=True) rescales whitened units, but mode='center' whitens none. Use 'full' or 'diagonal'."
-        )
-
-
-def check_strategy(trainer: pl.Trainer) -> None:
-    """Check the trainer's strategy.
-
-    Raises:
-        MisconfigurationException: If it shards parameters.
-    """
-    if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
-        raise MisconfigurationException(
-            f"PRONG needs whole parameters, but {type(trainer.strategy).__name__} shards them. Use 'auto' or 'ddp'."
         )
 
 
@@ -116,7 +98,7 @@ def check_explicit(trainer: pl.Trainer, layers: Sequence[Any]) -> None:
     """
     if not layers:
         return
-    averaging = [c for c in trainer.callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)]
+    averaging = [c for c in trainer.callbacks if isinstance(c, AVERAGING)]
     if averaging:
         raise MisconfigurationException(
             f"{type(averaging[0]).__name__} averages parameters, but with this optimizer those are in whitened "

@@ -8,19 +8,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_symmetry.callbacks.prong import PRONG
+from lightning_symmetry.callbacks.refusals import AVERAGING, check_whole_parameters
 from lightning_symmetry.low_rank.candidates import find_layers, tied_weights, why_left_alone
 from lightning_symmetry.surgery import match_patterns, settings_for
-
-try:
-    from lightning.pytorch.callbacks import WeightAveraging
-except ImportError:  # before lightning 2.6
-    WeightAveraging = StochasticWeightAveraging
 
 
 def check_arguments(
@@ -58,18 +53,14 @@ def check_trainer(trainer: pl.Trainer, kind: type[Callback]) -> None:
     Raises:
         MisconfigurationException: If parameters are sharded, averaged or whitened, or there are two such callbacks.
     """
-    if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
-        raise MisconfigurationException(
-            f"{kind.__name__} needs whole parameters, but {type(trainer.strategy).__name__} shards them. Use 'auto' or "
-            "'ddp'."
-        )
+    check_whole_parameters(trainer, kind.__name__)
     if sum(isinstance(callback, kind) for callback in trainer.callbacks) > 1:
         raise MisconfigurationException(
             f"Two {kind.__name__} would factorise the same network, which can be done once; leave one. `overrides` "
             "gives layers ranks of their own."
         )
     for callback in trainer.callbacks:
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+        if isinstance(callback, AVERAGING):
             raise MisconfigurationException(
                 f"{type(callback).__name__} averages parameters one by one, but {kind.__name__} puts others in their "
                 "place. Average in a second fit, of the factorised network."

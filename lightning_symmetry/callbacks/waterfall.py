@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -14,6 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from typing_extensions import override
+
+from lightning_symmetry.surgery.learning_rates import all_schedulers
 
 
 class WaterfallLR(Callback):
@@ -111,7 +112,7 @@ class WaterfallLR(Callback):
                 f"WaterfallLR monitors {self.monitor!r} after each evaluation, but this fit has none: give it a "
                 "val_dataloader and the module a validation_step."
             )
-        for scheduler in _schedulers(trainer):
+        for scheduler in all_schedulers(config.scheduler for config in trainer.lr_scheduler_configs):
             if isinstance(scheduler, OneCycleLR | CyclicLR):
                 raise MisconfigurationException(
                     f"{type(scheduler).__name__} sets the learning rate anew at each step and would overwrite what "
@@ -164,7 +165,7 @@ class WaterfallLR(Callback):
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
-        for scheduler in _schedulers(trainer):
+        for scheduler in all_schedulers(config.scheduler for config in trainer.lr_scheduler_configs):
             if hasattr(scheduler, "base_lrs"):
                 scheduler.base_lrs = [self._divided(float(rate)) for rate in scheduler.base_lrs]
         if self.verbose:
@@ -175,12 +176,3 @@ class WaterfallLR(Callback):
 
     def _divided(self, rate: float) -> float:
         return min(rate, max(rate / self.factor, self.min_lr))
-
-
-def _schedulers(trainer: pl.Trainer) -> Iterator[Any]:
-    """Yield all schedulers, those within sequential and chained ones too."""
-    waiting = [config.scheduler for config in trainer.lr_scheduler_configs]
-    while waiting:
-        scheduler = waiting.pop()
-        yield scheduler
-        waiting.extend(getattr(scheduler, "_schedulers", ()))

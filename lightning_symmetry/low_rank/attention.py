@@ -13,31 +13,19 @@ from typing_extensions import Self
 from lightning_symmetry.low_rank.attention_masks import additive, extend, merge
 from lightning_symmetry.low_rank.decomposition import Decomposition
 from lightning_symmetry.low_rank.initialisation import Init, initial_factors, layer_generator
-from lightning_symmetry.low_rank.layer import LowRankMap
+from lightning_symmetry.low_rank.layer import MatrixMap
 from lightning_symmetry.low_rank.rank import Rank, choose_rank, is_worthwhile
 from lightning_symmetry.surgery import ReparametrizedLayer
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
-class LowRankProjection(LowRankMap):
+class LowRankProjection(MatrixMap):
     """A linear map without bias, of shape ``(N, M)``: ``left`` is U, ``(N, r)``; ``right`` is V, ``(M, r)``."""
 
     def __init__(self, left: Tensor, right: Tensor, like: nn.Parameter) -> None:
         super().__init__()
         self.set_factors(left, right, like)
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Return U and V, of shape ``(1, N, r)`` and ``(1, M, r)``."""
-        return self.left.unsqueeze(0), self.right.unsqueeze(0)
-
-    def pack(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Return U and V without the axis of groups."""
-        return left.squeeze(0), right.squeeze(0)
-
-    def canonical_weight(self) -> Tensor:
-        r"""Return :math:`U V^\top`."""
-        return self.left @ self.right.mT
 
     def forward(self, input: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map ``(..., M)`` to ``(..., N)``."""

@@ -45,6 +45,22 @@ class LowRankMap(nn.Module):
             setattr(self, name, nn.Parameter(value, requires_grad=like.requires_grad))
 
 
+class MatrixMap(LowRankMap):
+    """A map with a weight that is one matrix: ``left`` is U, ``(N, r)``; ``right`` is V, ``(M, r)``."""
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return U and V, of shape ``(1, N, r)`` and ``(1, M, r)``."""
+        return self.left.unsqueeze(0), self.right.unsqueeze(0)
+
+    def pack(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Return U and V without the axis of groups."""
+        return left.squeeze(0), right.squeeze(0)
+
+    def canonical_weight(self) -> Tensor:
+        r"""Return :math:`U V^\top`."""
+        return self.left @ self.right.mT
+
+
 class LowRankLayer(LowRankMap, ReparametrizedLayer):
     r"""A layer with a weight that is a product of two factors, :math:`W = U V^\top`.
 
@@ -165,22 +181,10 @@ class LowRankLayer(LowRankMap, ReparametrizedLayer):
         return layer.train(self.training)
 
 
-class MatrixLayer(LowRankLayer):
+class MatrixLayer(MatrixMap, LowRankLayer):
     """A factorised layer with a weight that is one matrix: a linear layer or an embedding."""
 
     @classmethod
     def matrices_of(cls, layer: nn.Module) -> Tensor:
         """Return the weight, of shape ``(1, N, M)``."""
         return layer.weight.unsqueeze(0)
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Return U and V, of shape ``(1, N, r)`` and ``(1, M, r)``."""
-        return self.left.unsqueeze(0), self.right.unsqueeze(0)
-
-    def pack(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Return U and V without the axis of groups."""
-        return left.squeeze(0), right.squeeze(0)
-
-    def canonical_weight(self) -> Tensor:
-        r"""Return :math:`U V^\top`."""
-        return self.left @ self.right.mT
