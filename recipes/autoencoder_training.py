@@ -126,9 +126,8 @@ def run(training: Training, data_dir: str, out_dir: str, tick: Callable[[int], A
     """
     folder = Path(out_dir) / training.name
     found = stored(folder / "result.json", asdict(training), partial(_train, training, data_dir, folder, tick))
-    if found["new"]:
-        return found
-    tick(len(training.points) - 1)
+    if not found["new"]:
+        tick(len(training.points) - 1)
     return found
 
 

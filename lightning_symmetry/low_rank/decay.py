@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,7 @@ def frobenius_decay(net: nn.Module, weight: float) -> Tensor:
 
     Source: Exploring Low Rank Training of Deep Neural Networks (2022), section 3.3.
     """
-    layers = _layers(net)
-    norms = [_squared_norm(layer).to(layers[0].left.device) for layer in layers]
-    return weight / 2 * torch.stack(norms).sum()
+    return weight / 2 * _total(net, _squared_norm)
 
 
 def l2_decay(net: nn.Module, weight: float) -> Tensor:
@@ -59,9 +57,7 @@ def l2_decay(net: nn.Module, weight: float) -> Tensor:
 
     Source: Exploring Low Rank Training of Deep Neural Networks (2022), section 3.3.
     """
-    layers = _layers(net)
-    norms = [(layer.left.square().sum() + layer.right.square().sum()).to(layers[0].left.device) for layer in layers]
-    return weight / 2 * torch.stack(norms).sum()
+    return weight / 2 * _total(net, lambda layer: layer.left.square().sum() + layer.right.square().sum())
 
 
 @torch.no_grad()
@@ -103,6 +99,12 @@ def decay_factors_(net: nn.Module, amount: float) -> None:
     for parameter, direction in _directions(net):
         if parameter.requires_grad:
             parameter.sub_(direction, alpha=amount)
+
+
+def _total(net: nn.Module, norm: Callable[[LowRankMap], Tensor]) -> Tensor:
+    """Return the sum over the layers, on the device of the first one."""
+    layers = _layers(net)
+    return torch.stack([norm(layer).to(layers[0].left.device) for layer in layers]).sum()
 
 
 def _squared_norm(layer: LowRankMap) -> Tensor:

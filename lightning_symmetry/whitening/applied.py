@@ -160,21 +160,13 @@ def _number(scale: Tensor) -> float | None:
     return None if traced or scale.numel() != 1 or scale.device.type != "cpu" else float(scale)
 
 
-def solve_rows(
-    rows: Tensor,
-    scale: Tensor | None,
-    basis: Tensor | None,
-    shrink: Tensor | None,
-    diagonal: Tensor | None = None,
-) -> Tensor:
-    """Return ``rows A^-1``: the inverse of A as it is after rounding, where Q is not quite orthogonal.
+def solve_rows(rows: Tensor, scale: Tensor | None, basis: Tensor | None, shrink: Tensor | None) -> Tensor:
+    """Return ``rows B^-1``: the inverse of A as it is after rounding, where Q is not quite orthogonal.
 
     .. math:: (I - Q D Q^T)^{-1} = I + Q (I - D Q^T Q)^{-1} D Q^T
 
     Source: the matrix inversion lemma of Sherman, Morrison and Woodbury.
     """
-    if diagonal is not None:
-        rows = solve_rows(rows, scale, basis, shrink) / diagonal.unsqueeze(-2)
     rows = rows if scale is None else rows / scale.unsqueeze(-2)
     if basis is None:
         return rows

@@ -157,7 +157,7 @@ def _double(coefficients: Applied) -> Applied:
 
 def _whitened(coefficients: Applied, groups: int, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return (V, d) for (W, b) and coefficients of U."""
-    center, *matrix = _double(coefficients)
+    center, *matrix, _ = _double(coefficients)  # units of explicit parameters are not rescaled
     weight, bias = weight.double(), None if bias is None else bias.double()
     shifted = bias if bias is None or center is None else bias + shift_of(weight, center)
     return tap_by_tap(weight, groups, solve_rows, *matrix), shifted
