@@ -26,7 +26,7 @@ from lightning_symmetry.callbacks import (
 )
 
 # Data
-from lightning_symmetry.data import ArxivData, DigitsData, DigitsGraph, PlanetoidData, VisionData
+from lightning_symmetry.data import ArxivData, DigitsData, DigitsGraph, PlanetoidData, TextData, VisionData
 
 # Measure the loss landscape
 from lightning_symmetry.landscape import (
@@ -62,7 +62,18 @@ from lightning_symmetry.modules import (
 )
 
 # The papers' networks
-from lightning_symmetry.networks import GNN, MLP, VGG, Autoencoder, ResNet, ResNet20, ResNet110
+from lightning_symmetry.networks import (
+    GNN,
+    MLP,
+    VGG,
+    Autoencoder,
+    ResNet,
+    ResNet20,
+    ResNet110,
+    TransformerLM,
+    WideResNet,
+    token_cross_entropy,
+)
 
 # Find and certify symmetries, and align
 from lightning_symmetry.permutation import (
@@ -131,8 +142,11 @@ __all__ = [
     "SpectralFactorization",
     "SupervisedModule",
     "SymmetryReport",
+    "TextData",
+    "TransformerLM",
     "VisionData",
     "WaterfallLR",
+    "WideResNet",
     "align",
     "asymmetrize",
     "check_equivalence",
@@ -160,6 +174,7 @@ __all__ = [
     "stable_rank",
     "supervised_step",
     "symmetries",
+    "token_cross_entropy",
     "trace_permutations",
     "unwhiten",
     "warmup",

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_symmetry.data._checks import check_choice
-from lightning_symmetry.data.image_dataset import keep_batch
-from lightning_symmetry.data.image_module import SPLITS, Split
+from lightning_symmetry.data.loaders import SPLITS, Split, keep_batch
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data

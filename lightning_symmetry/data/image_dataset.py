@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-T = TypeVar("T")
-
-
-def keep_batch(batch: T) -> T:
-    """Pass on a batch that its data set has collated already: the `collate_fn` for `TensorImages`.
-
-    Args:
-        batch: What the data set returned.
-
-    Returns:
-        The same object.
-    """
-    return batch
+from lightning_symmetry.data.loaders import BatchedDataset
 
 
-class TensorImages(Dataset[tuple[Tensor, Tensor]]):
+class TensorImages(BatchedDataset):
     r"""Byte images and labels in memory, normalised a batch at a time.
 
     A pixel value v of channel c becomes (v / max_value - mean[c]) / std[c] in float32: what torchvision's

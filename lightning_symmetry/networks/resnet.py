@@ -11,8 +11,14 @@ from torch import Tensor, nn
 from lightning_symmetry.networks.norm import Norm, image_norm, normalise_and_activate
 
 
-def _convolution(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
+def convolution(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
+    """Return a convolution that keeps the number of pixels, up to its stride; the norm after it has the bias."""
     return nn.Conv2d(in_channels, out_channels, size, stride, padding=size // 2, bias=False)
+
+
+def channels_last(images: Tensor) -> Tensor:
+    """Return ``(N, C, H, W)`` images in channels-last memory, in words that vmap knows."""
+    return images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 class ResidualBlock(nn.Module):
@@ -27,17 +33,15 @@ class ResidualBlock(nn.Module):
         activation: Callable[[], nn.Module],
     ) -> None:
         super().__init__()
-        self.conv1 = _convolution(in_channels, out_channels, 3, stride)
+        self.conv1 = convolution(in_channels, out_channels, 3, stride)
         self.norm1 = image_norm(norm, out_channels)
         self.activation1 = activation()
-        self.conv2 = _convolution(out_channels, out_channels, 3)
+        self.conv2 = convolution(out_channels, out_channels, 3)
         self.norm2 = image_norm(norm, out_channels)
         self.activation2 = activation()
         self.skip = nn.Identity()
         if stride != 1 or in_channels != out_channels:
-            self.skip = nn.Sequential(
-                _convolution(in_channels, out_channels, 1, stride), image_norm(norm, out_channels)
-            )
+            self.skip = nn.Sequential(convolution(in_channels, out_channels, 1, stride), image_norm(norm, out_channels))
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, C, H, W)``."""
@@ -73,7 +77,7 @@ class ResNet(nn.Module):
             raise ValueError(f"Expected `blocks` and `width` to be at least 1 but got {blocks} and {width}.")
         channels = 16 * width
         self.in_channels = in_channels
-        self.stem = _convolution(in_channels, channels, 3)
+        self.stem = convolution(in_channels, channels, 3)
         self.stem_norm = image_norm(norm, channels)
         self.stem_activation = activation()
         stages = []
@@ -98,8 +102,7 @@ class ResNet(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map images ``(N, C, H, W)`` to logits ``(N, num_classes)``."""
-        input = input.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # channels last, in words that vmap knows
-        hidden = normalise_and_activate(self.stem_norm, self.stem_activation, self.stem(input))
+        hidden = normalise_and_activate(self.stem_norm, self.stem_activation, self.stem(channels_last(input)))
         hidden = self.stage3(self.stage2(self.stage1(hidden)))
         return self.head(hidden.mean((2, 3)))
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchvision import transforms
 
 from lightning_symmetry.data import RandomCrop, RandomHorizontalFlip, TensorImages
-from lightning_symmetry.data.image_dataset import keep_batch
+from lightning_symmetry.data.loaders import keep_batch
 
 MEAN, STD = (0.49, 0.48, 0.44), (0.25, 0.24, 0.26)
 
