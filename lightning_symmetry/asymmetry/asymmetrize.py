@@ -111,13 +111,21 @@ def _settings(
 
 
 def fixed_fraction(net: nn.Module) -> float:
-    """Return the share of fixed entries among all entries of the network's parameters."""
+    """Return the share of fixed entries among all entries of the network's parameters, 0 where nothing is fixed.
+
+    Args:
+        net: The network. FiGLU has no fixed entries: its constants are no parameters.
+    """
     fixed = sum(m.fixed.numel() for m in net.modules() if isinstance(m, AsymmetricLayer))
     return fixed / max(1, sum(p.numel() for p in net.parameters()))
 
 
 def num_trainable(net: nn.Module) -> int:
-    """Return the number of trainable entries: those of parameters that require gradients, less the fixed ones."""
+    """Return the number of trainable entries: those of parameters that require gradients, less the fixed ones.
+
+    Args:
+        net: The network. Parameters that are shared count once.
+    """
     total = sum(p.numel() for p in net.parameters() if p.requires_grad)
     layers = {m for m in net.modules() if isinstance(m, AsymmetricLayer) and m.weight.requires_grad}
     return total - sum(layer.fixed.numel() for layer in layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from lightning_symmetry.surgery.convolution import SETTINGS, convolve, take_sett
 
 
 class _AsymmetricConv(AsymmetricLayer):
-    """What the convolutions share; subclasses name the plain class and the function."""
+    """What the convolutions share; subclasses name the plain class."""
 
     _plain: type[nn.Conv1d] | type[nn.Conv2d]
 
@@ -36,35 +36,19 @@ class _AsymmetricConv(AsymmetricLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        layer = self._plain(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias,
-            padding_mode,
-            device,
-            dtype,
-        )
-        self._adopt(layer, n_fix, kappa, layout, seed, "")
+        sizes = in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode
+        self._adopt(self._plain(*sizes, device, dtype), n_fix, kappa, layout, seed, "")
 
     def _take_settings(self, layer: nn.Module) -> None:
         take_settings(self, layer)
 
-    def to_layer(self) -> nn.Module:
-        """Return the plain convolution with the canonical weight."""
-        arguments = {attribute: getattr(self, attribute) for attribute in SETTINGS}
-        layer = skip_init(
-            self._plain,
-            **arguments,
-            bias=self.bias is not None,
-            device=self.weight.device,
-            dtype=self.weight.dtype,
-        )
-        return self._fill(layer)
+    def _empty(self, **factory: Any) -> nn.Module:
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        return skip_init(self._plain, **settings, bias=self.bias is not None, **factory)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve ``(batch, channels, *pixels)``, with or without the batch axis."""
+        return convolve(self, input, self.canonical_weight(), self.bias)
 
     def extra_repr(self) -> str:
         """Describe sizes and constants."""
@@ -75,30 +59,40 @@ class _AsymmetricConv(AsymmetricLayer):
 
 
 class AsymmetricConv1d(_AsymmetricConv):
-    """One-dimensional convolution with fixed entries, see :class:`AsymmetricLayer`.
-
-    Arguments are those of ``nn.Conv1d``, and those of :class:`AsymmetricLinear` for the constants: ``n_fix`` counts
-    entries of the flattened fan-in (layout ``"entries"``) or input filters (``"filters"``) of each output channel. In
-    a grouped convolution a row covers the ``in_channels / groups`` channels that it reads.
-    """
+    """One-dimensional convolution with fixed entries; all is as for :class:`AsymmetricConv2d`, but for the axes."""
 
     _plain = nn.Conv1d
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Convolve ``(N, C, L)``."""
-        return convolve(self, input, self.canonical_weight(), self.bias)
-
 
 class AsymmetricConv2d(_AsymmetricConv):
-    """Two-dimensional convolution with fixed entries, see :class:`AsymmetricLayer`.
+    r"""Two-dimensional convolution with fixed entries, :math:`y = W' * x + b`; see :class:`AsymmetricLayer`.
 
-    Arguments are those of ``nn.Conv2d``, and those of :class:`AsymmetricLinear` for the constants: ``n_fix`` counts
-    entries of the flattened fan-in (layout ``"entries"``) or input filters (``"filters"``) of each output channel. In
-    a grouped convolution a row covers the ``in_channels / groups`` channels that it reads.
+    A row of the mask belongs to an output channel. In a grouped convolution it covers the ``in_channels / groups``
+    channels that this output reads.
+
+    Args:
+        in_channels: Number of input channels.
+        out_channels: Number of output channels.
+        kernel_size: Size of the kernel.
+        n_fix: Number of fixed entries of the flattened fan-in (layout ``"entries"``), or of fixed input filters
+            (``"filters"``), of each output channel.
+        kappa: Standard deviation of the constants; 0 gives fixed zeros (Theorem 3).
+        stride: As in ``nn.Conv2d``.
+        padding: As in ``nn.Conv2d``.
+        dilation: As in ``nn.Conv2d``.
+        groups: As in ``nn.Conv2d``.
+        bias: Whether to add a bias.
+        padding_mode: As in ``nn.Conv2d``.
+        layout: ``"entries"`` fixes single entries of the kernel, ``"filters"`` whole connections between channels.
+        seed: Seed of mask and constants.
+        device: Device of the parameters.
+        dtype: Type of the parameters.
+
+    Raises:
+        ValueError: If rows cannot be made distinct with at least one trainable entry each, kappa < 0, or the layout is
+            unknown.
+
+    Source: The Empirical Impact of Neural Parameter Symmetries, or Lack Thereof (2024), section 4.1, eq. 2, figure 2.
     """
 
     _plain = nn.Conv2d
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Convolve ``(N, C, H, W)``."""
-        return convolve(self, input, self.canonical_weight(), self.bias)

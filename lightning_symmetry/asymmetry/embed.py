@@ -26,13 +26,26 @@ _PRECISION, _SAMPLES = 1e-9, 64  # of the check at the end: relative to the larg
 
 
 class EmbeddedMLP(nn.Module):
-    """The W-asymmetric network that :func:`embed` returns, called like the MLP: it pads the input with zeros itself.
+    r"""The W-asymmetric network that :func:`embed` returns, called like the MLP: it pads the input with zeros itself.
+
+    .. math:: x \mapsto A'_L\, \eta(B'_L\, \eta(\cdots A'_1\, \eta(B'_1 [x; 0] + p_1) + b_1 \cdots) + p_L) + b_L
+
+    Args:
+        linears: The asymmetric layers :math:`B'_1, A'_1, \ldots, B'_L, A'_L`, with their biases.
+        activation: :math:`\eta`, of which each place gets a copy.
+        in_features: Number of inputs, before padding.
+        flatten: Whether inputs are flattened to ``(N, in_features)``; otherwise the last axis is mapped.
 
     Attributes:
         linears: The asymmetric layers, two for each linear layer of the MLP.
         activations: The activations between them.
         in_features: Number of inputs, before padding.
-        flatten: Whether inputs are flattened to ``(N, in_features)``; otherwise the last axis is mapped.
+        flatten: Whether inputs are flattened.
+
+    Raises:
+        ValueError: If an input has another number of features.
+
+    Source: The Empirical Impact of Neural Parameter Symmetries, or Lack Thereof (2024), Theorem 4.
     """
 
     def __init__(

@@ -19,7 +19,8 @@ class FiGLU(nn.Module, HasConstants):
     .. math:: \sigma(x) = \eta(F x) \odot x, \qquad F_{ij} \sim N(0, \mathrm{scale}^2 / d)
 
     with the sigmoid :math:`\eta` and an untrained F of shape ``(d, d)``. With probability 1 no permutation and
-    no diagonal matrix commutes with it, so it leaves no such symmetry between the layers around it.
+    no diagonal matrix commutes with it, so it leaves no such symmetry between the layers around it. Inputs have d
+    entries along one axis, and outputs the same shape.
 
     Args:
         dim: Number d of channels.
@@ -31,7 +32,7 @@ class FiGLU(nn.Module, HasConstants):
         name: Name of the layer in its network; constants are drawn for each name apart.
 
     Raises:
-        ValueError: If ``dim < 1`` or ``scale <= 0``.
+        ValueError: If ``dim < 1`` or ``scale <= 0``, or an input has another number of channels.
 
     Source: The Empirical Impact of Neural Parameter Symmetries, or Lack Thereof (2024), section 4.2.1, eq. 4,
     Proposition 2.

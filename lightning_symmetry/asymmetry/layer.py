@@ -113,6 +113,10 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
     def _take_settings(self, layer: nn.Module) -> None:
         """Take over what else a plain layer knows: sizes, stride, padding."""
 
+    @abstractmethod
+    def _empty(self, **factory: Any) -> nn.Module:
+        """Return a plain layer of the same settings whose parameters are to be overwritten."""
+
     def _adopt(
         self,
         layer: nn.Module,
@@ -197,6 +201,17 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
             return with_constants(self.weight, self._index, self.fixed)
         return with_mask(self.weight, self.mask, self.fixed)
 
+    @torch.no_grad()
+    def to_layer(self) -> nn.Module:
+        """Return the plain layer with the canonical weight: same dtype, device, mode and ``requires_grad``."""
+        layer = self._empty(device=self.weight.device, dtype=self.weight.dtype)
+        layer.weight.copy_(self.canonical_weight())
+        layer.weight.requires_grad_(self.weight.requires_grad)
+        if self.bias is not None:
+            layer.bias.copy_(self.bias)
+            layer.bias.requires_grad_(self.bias.requires_grad)
+        return layer.train(self.training)
+
     def constants(self) -> dict[str, Tensor]:
         """Return the mask and the constants."""
         return {"mask": self.mask, "fixed": self.fixed}
@@ -232,16 +247,6 @@ class AsymmetricLayer(ReparametrizedLayer, HasConstants):
             self._number_entries(self.mask.logical_not().nonzero()[:, 1].view(len(self.mask), -1))
             if self._index.shape == self.fixed.shape:  # else the loader has already recorded the mismatch
                 self.restore_constants()
-
-    def _fill(self, layer: nn.Module) -> nn.Module:
-        """Give a new plain layer the canonical parameters, the mode and ``requires_grad``."""
-        with torch.no_grad():
-            layer.weight.copy_(self.canonical_weight())
-            if self.bias is not None:
-                layer.bias.copy_(self.bias)
-                layer.bias.requires_grad_(self.bias.requires_grad)
-        layer.weight.requires_grad_(self.weight.requires_grad)
-        return layer.train(self.training)
 
     def _describe(self) -> str:
         return f"bias={self.bias is not None}, n_fix={self.n_fix}, kappa={self.kappa:g}, layout={self.layout!r}"

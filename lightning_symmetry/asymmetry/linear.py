@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from lightning_symmetry.asymmetry.layer import AsymmetricLayer, Layout
 
 
 class AsymmetricLinear(AsymmetricLayer):
-    """Linear layer with fixed entries, see :class:`AsymmetricLayer`.
+    r"""Linear layer with fixed entries, :math:`y = W' x + b`; see :class:`AsymmetricLayer`.
 
     Args:
         in_features: Size of the last axis of the input.
@@ -27,7 +29,10 @@ class AsymmetricLinear(AsymmetricLayer):
         dtype: Type of the parameters.
 
     Raises:
-        ValueError: If rows cannot be made distinct with at least one trainable entry each, or kappa < 0.
+        ValueError: If rows cannot be made distinct with at least one trainable entry each, kappa < 0, or the layout is
+            unknown.
+
+    Source: The Empirical Impact of Neural Parameter Symmetries, or Lack Thereof (2024), section 4.1, eq. 2.
     """
 
     def __init__(
@@ -53,24 +58,16 @@ class AsymmetricLinear(AsymmetricLayer):
         else:
             self.in_features, self.out_features = layer.in_features, layer.out_features
 
-    def to_layer(self) -> nn.Module:
-        """Return the plain ``nn.Linear``, or torch-geometric's, with the canonical weight."""
-        factory = {"device": self.weight.device, "dtype": self.weight.dtype}
-        if self.of_graph_network:
-            from torch_geometric.nn import Linear as GraphLinear  # takes seconds to import
+    def _empty(self, **factory: Any) -> nn.Module:
+        bias = self.bias is not None
+        if not self.of_graph_network:
+            return skip_init(nn.Linear, self.in_features, self.out_features, bias=bias, **factory)
+        from torch_geometric.nn import Linear as GraphLinear  # takes seconds to import
 
-            weight_init, bias_init = self._initializers
-            with torch.random.fork_rng(devices=[]):  # it cannot be built without drawing parameters
-                layer = GraphLinear(
-                    self.in_features,
-                    self.out_features,
-                    bias=self.bias is not None,
-                    weight_initializer=weight_init,
-                    bias_initializer=bias_init,
-                ).to(**factory)
-        else:
-            layer = skip_init(nn.Linear, self.in_features, self.out_features, bias=self.bias is not None, **factory)
-        return self._fill(layer)
+        weight_init, bias_init = self._initializers
+        settings = {"bias": bias, "weight_initializer": weight_init, "bias_initializer": bias_init}
+        with torch.random.fork_rng(devices=[]):  # it cannot be built without drawing parameters
+            return GraphLinear(self.in_features, self.out_features, **settings).to(**factory)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(..., in_features)`` to ``(..., out_features)``."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_symmetry.asymmetry.activations import ACTIVATIONS, watch
+from lightning_symmetry.asymmetry.activations import ACTIVATIONS, Sightings, watch
 from lightning_symmetry.asymmetry.figlu import FiGLU
 from lightning_symmetry.surgery import ConversionReport, match_patterns, module_names, settings_for, uncompiled
 
@@ -61,45 +61,59 @@ def sigma_replacements(
             "`example_input_array`."
         )
     seen = watch(net, example_input)
-    names = module_names(net)
-    sizes: dict[str, list[tuple[int, int]]] = {}
-    kinds: dict[str, str] = {}
-    places: dict[str, list[str]] = {}
-    for module, found in names.items():
-        name = found[0]
-        if isinstance(module, ACTIVATIONS):
-            sizes[name] = sorted(seen.sizes[name], reverse=True)  # images before features, as FiGLUs needs it
-            kinds[name], places[name] = type(module).__name__, found
-        elif isinstance(module, _TRANSFORMER_LAYERS) and not isinstance(module.activation, nn.Module):
-            child = f"{name}.activation" if name else "activation"
-            sizes[child], kinds[child] = [(-1, module.linear1.out_features)], module.activation.__name__
-            places[child] = [f"{place}.activation" if place else "activation" for place in found]
-        elif isinstance(module, nn.Sigmoid | nn.Hardsigmoid | nn.GLU):
-            report.add(name, type(module).__name__, False, "a gate or an output, not a hidden nonlinearity")
-    skipped = match_patterns(sizes, skip, "skip")
+    activations = _find_activations(net, seen, report)
+    skipped = match_patterns(activations, skip, "skip")
     _refuse_functional(seen.functional, net)
     replacements: dict[str, nn.Module] = {}
-    for name, values in settings_for(sizes, settings, overrides):
+    for name, values in settings_for(activations, settings, overrides):
+        kind, places, sizes = activations[name]
         if skipped[name]:
-            report.add(name, kinds[name], False, "skipped")
+            report.add(name, kind, False, "skipped")
             continue
-        if not sizes[name]:
-            report.add(name, kinds[name], False, "it is not called with the example input")
+        if not sizes:
+            report.add(name, kind, False, "it is not called with the example input")
             continue
-        title = uncompiled(name)
-        figlus = {
-            f"{'last' if axis == -1 else axis}_{dim}": FiGLU(dim, values["scale"], axis, seed, f"{title}/{axis}/{dim}")
-            for axis, dim in sizes[name]
-        }
-        new = next(iter(figlus.values())) if len(figlus) == 1 else FiGLUs(figlus)
+        new = _figlu(uncompiled(name), sizes, values["scale"], seed)
         reference = next(net.parameters(), None)
         if reference is not None:
             new.to(reference.device, reference.dtype)
-        new.train(net.training)
-        replacements.update(dict.fromkeys(places[name], new))
-        dims = ", ".join(str(dim) for _, dim in sizes[name])
-        report.add(name, kinds[name], True, f"FiGLU of {dims} channels, scale {values['scale']:g}")
+        replacements.update(dict.fromkeys(places, new.train(net.training)))
+        dims = ", ".join(str(dim) for _, dim in sizes)
+        report.add(name, kind, True, f"FiGLU of {dims} channels, scale {values['scale']:g}")
     return replacements
+
+
+class _Activation(NamedTuple):
+    """An activation: its kind, the names by which it is reached, and the (axis, channels) with which it was called."""
+
+    kind: str
+    places: list[str]
+    sizes: list[tuple[int, int]]
+
+
+def _find_activations(net: nn.Module, seen: Sightings, report: ConversionReport) -> dict[str, _Activation]:
+    """Return the activations by their first name, and report what looks like one but is left alone."""
+    activations = {}
+    for module, places in module_names(net).items():
+        if isinstance(module, ACTIVATIONS):
+            sizes = sorted(seen.sizes[places[0]], reverse=True)  # images before features, as FiGLUs needs it
+            activations[places[0]] = _Activation(type(module).__name__, places, sizes)
+        elif isinstance(module, _TRANSFORMER_LAYERS) and not isinstance(module.activation, nn.Module):
+            places = [f"{place}.activation".lstrip(".") for place in places]
+            sizes = [(-1, module.linear1.out_features)]
+            activations[places[0]] = _Activation(module.activation.__name__, places, sizes)
+        elif isinstance(module, nn.Sigmoid | nn.Hardsigmoid | nn.GLU):
+            report.add(places[0], type(module).__name__, False, "a gate or an output, not a hidden nonlinearity")
+    return activations
+
+
+def _figlu(title: str, sizes: Sequence[tuple[int, int]], scale: float, seed: int) -> nn.Module:
+    """Build the FiGLU for an activation, or several where that was called with several numbers of channels."""
+    figlus = {
+        f"{'last' if axis == -1 else axis}_{dim}": FiGLU(dim, scale, axis, seed, f"{title}/{axis}/{dim}")
+        for axis, dim in sizes
+    }
+    return next(iter(figlus.values())) if len(figlus) == 1 else FiGLUs(figlus)
 
 
 def _refuse_functional(functional: list[tuple[str, str]], net: nn.Module) -> None:

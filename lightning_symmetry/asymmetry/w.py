@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -53,27 +52,11 @@ def w_replacements(
     Returns:
         New layers by name.
     """
-    if twice := [name for name, m in net.named_modules() if isinstance(m, AsymmetricLayer)]:
-        raise ValueError(f"The network is W-asymmetric already: {', '.join(twice[:3])} ({len(twice)} layers).")
-    names = module_names(net)
-    become = conversions()
-    kinds = (*become, *OTHER_MAPS)
-    layers = {found[0]: module for module, found in names.items() if isinstance(module, kinds)}
-    for name, module in layers.items():
-        if isinstance(module, tuple(become)) and not name:
-            raise ValueError(
-                f"The network is itself a {type(module).__name__}: build {become[type(module)].__name__}"
-                ".from_layer(net, ...) or wrap it in nn.Sequential."
-            )
-    skipped = match_patterns(layers, skip, "skip")
+    names, become = module_names(net), conversions()
+    layers = _find_layers(names, become)
+    skipped = {name for name, patterns in match_patterns(layers, skip, "skip").items() if patterns}
     reasons = _why_left_alone(net, layers, example_input)
-    unexpected = {}
-    candidates = {}
-    for name, module in layers.items():
-        if name in reasons and not skipped[name]:
-            unexpected[name] = reasons[name]
-        elif not skipped[name]:
-            candidates[name] = module
+    candidates = [name for name in layers if name not in skipped and name not in reasons]
     chosen = dict(settings_for(candidates, settings, _present(overrides, layers, candidates)))
     for name, values in chosen.items():
         _, values["units"] = rows_and_units(layers[name].weight, values["layout"])
@@ -83,8 +66,8 @@ def w_replacements(
     replacements: dict[str, nn.Module] = {}
     for name, module in layers.items():
         kind = type(module).__name__
-        if name not in candidates:
-            report.add(name, kind, False, "skipped" if skipped[name] else reasons[name])
+        if name not in chosen:
+            report.add(name, kind, False, "skipped" if name in skipped else reasons[name])
             continue
         values = chosen[name]
         layout, units, n_fix = values["layout"], values["units"], values["n_fix"]
@@ -93,14 +76,27 @@ def w_replacements(
         what = "filters" if layout == "filters" else "entries"
         shared = f", shared at {len(names[module])} places" if len(names[module]) > 1 else ""
         report.add(name, kind, True, f"{n_fix} of {units} {what} a row fixed, kappa {new.kappa:g}{shared}")
-    if unexpected:
-        listed = "; ".join(f"{name} ({reason})" for name, reason in unexpected.items())
-        warnings.warn(f"asymmetrize left {len(unexpected)} layer(s) alone: {listed}.", stacklevel=3)
+    report.warn_left_alone(expected=skipped, stacklevel=3)
     return replacements
 
 
+def _find_layers(
+    names: Mapping[nn.Module, list[str]], become: Mapping[type[nn.Module], type[AsymmetricLayer]]
+) -> dict[str, nn.Module]:
+    """Return the layers that hold linear maps by their first name, after a check that they can be replaced at all."""
+    if twice := [found[0] for module, found in names.items() if isinstance(module, AsymmetricLayer)]:
+        raise ValueError(f"The network is W-asymmetric already: {', '.join(twice[:3])} ({len(twice)} layers).")
+    layers = {found[0]: module for module, found in names.items() if isinstance(module, (*become, *OTHER_MAPS))}
+    if (kind := type(layers.get(""))) in become:
+        raise ValueError(
+            f"The network is itself a {kind.__name__}: build {become[kind].__name__}.from_layer(net, ...) or wrap it "
+            "in nn.Sequential."
+        )
+    return layers
+
+
 def _present(
-    overrides: Mapping[str, Mapping[str, Any]], layers: Mapping[str, Any], candidates: Mapping[str, Any]
+    overrides: Mapping[str, Mapping[str, Any]], layers: Mapping[str, Any], candidates: Iterable[str]
 ) -> dict[str, Mapping[str, Any]]:
     """Return the overrides that still meet a layer to convert, after a check that all meet some layer."""
     matched = match_patterns(layers, overrides, "overrides")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -14,10 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_symmetry.callbacks.batches import on_device
 from lightning_symmetry.callbacks.evaluation import evaluating, split_loader
-from lightning_symmetry.callbacks.fisher_figures import draw_history, matrix_figure
-from lightning_symmetry.callbacks.fisher_meter import Coordinates, Looking, Meter, coordinates_differ, first_samples
-from lightning_symmetry.callbacks.prong_samples import on_device
+from lightning_symmetry.callbacks.fisher_coordinates import Coordinates, Looking, coordinates_differ
+from lightning_symmetry.callbacks.fisher_figures import history_figure, matrix_figure
+from lightning_symmetry.callbacks.fisher_meter import Meter, first_samples
+from lightning_symmetry.callbacks.loggers import experiments_with
 from lightning_symmetry.callbacks.refusals import check_whole_parameters
 from lightning_symmetry.landscape.steps import Step
 from lightning_symmetry.whitening.likelihoods import LikelihoodName
@@ -185,7 +188,7 @@ class FisherConditioning(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._visit(trainer, pl_module, due=True, end=True)
         if self.history and trainer.is_global_zero:
-            self._add_figures(trainer, {f"{self.name}/condition": self.plot})
+            self._add_figure(trainer, "condition", self.plot)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -205,14 +208,7 @@ class FisherConditioning(Callback):
         Raises:
             ValueError: If there is no such quantity.
         """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(5, 3.5), layout="constrained")
-        ax = figure.subplots()
-        for layer in dict.fromkeys(row["layer"] for row in self.history):
-            draw_history(self.history, layer, quantity, ax, label=layer, marker="o", markersize=3)
-        ax.legend()
-        return figure
+        return history_figure(self.history, quantity)
 
     def _visit(self, trainer: pl.Trainer, module: pl.LightningModule, due: bool, end: bool = False) -> None:
         """Measure if it is time or coordinates have changed; the same on every rank."""
@@ -274,14 +270,11 @@ class FisherConditioning(Callback):
             for name, block in found.items():
                 self.matrices.setdefault(name, {})[moment] = block
                 title = f"|F| of {name}, {moment}" + (" the first reparametrisation" * (moment in ("before", "after")))
-                figures = {f"{self.name}/{name}/{moment}": lambda b=block, t=title: matrix_figure(b, t)}
-                self._add_figures(trainer, figures)
+                self._add_figure(trainer, f"{name}/{moment}", partial(matrix_figure, block, title))
 
-    def _add_figures(self, trainer: pl.Trainer, figures: dict[str, Any]) -> None:
-        for logger in trainer.loggers:
-            if hasattr(logger.experiment, "add_figure"):
-                for tag, make in figures.items():
-                    logger.experiment.add_figure(tag, make(), trainer.global_step)
+    def _add_figure(self, trainer: pl.Trainer, tag: str, make: Callable[[], Figure]) -> None:
+        for experiment in experiments_with(trainer, "add_figure"):
+            experiment.add_figure(f"{self.name}/{tag}", make(), trainer.global_step)
 
     def _log(self, trainer: pl.Trainer, rows: list[dict[str, Any]]) -> None:
         stages: dict[str | None, dict[str, float]] = {}

@@ -47,6 +47,18 @@ def draw_history(
     ax.set(xlabel="optimizer steps", ylabel=_LABELS[quantity], yscale="log")
 
 
+def history_figure(history: Sequence[dict[str, Any]], quantity: str) -> Figure:
+    """Return a figure of a quantity of all layers; arguments and errors as for :func:`draw_history`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    ax = figure.subplots()
+    for layer in dict.fromkeys(row["layer"] for row in history):
+        draw_history(history, layer, quantity, ax, label=layer, marker="o", markersize=3)
+    ax.legend()
+    return figure
+
+
 def show_matrix(matrix: Tensor, ax: Axes, decades: int = 6) -> AxesImage:
     """Show the absolute values of a matrix's entries, in units of the largest, on a logarithmic scale.
 

@@ -1,75 +1,51 @@
-"""How FisherConditioning measures: the batch, the coordinates that layers are in, and eigenvalues."""
+"""How FisherConditioning measures: the batch and the eigenvalues."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, SequentialSampler
 from tqdm.auto import tqdm
 
+from lightning_symmetry.callbacks.batches import common_size
 from lightning_symmetry.callbacks.evaluation import QuietTrainer, quiet_copy
+from lightning_symmetry.callbacks.fisher_coordinates import Coordinates
 from lightning_symmetry.landscape.steps import Step, supervised_step
-from lightning_symmetry.whitening.applied import Applied
-from lightning_symmetry.whitening.collect import whitened_layers
-from lightning_symmetry.whitening.conditioning import extreme_eigenvalues
+from lightning_symmetry.whitening.conditioning import Spectrum, extreme_eigenvalues
 from lightning_symmetry.whitening.coordinates import transform_fisher
 from lightning_symmetry.whitening.fisher import fisher_blocks
 from lightning_symmetry.whitening.fisher_operator import Coefficients, fisher_model
-from lightning_symmetry.whitening.layer import HasWhitening
 from lightning_symmetry.whitening.likelihoods import LikelihoodName
 
 _LANCZOS_TOLERANCE = 1e-5  # of the largest eigenvalue
 
-Coordinates = Mapping[str, Coefficients | None]  # U and c by layer name; None: canonical
 
-
-class Spectrum(NamedTuple):
-    """Extreme eigenvalues of a Fisher block, without damping.
-
-    Attributes:
-        smallest: The smallest; where eigenvalues near 0 do not count, of those that do.
-        largest: The largest.
-        rank: Number of eigenvalues that are not near 0; None where the block was not formed.
-    """
-
-    smallest: float
-    largest: float
-    rank: int | None
-
-    def condition(self, damping: float) -> float:
-        """Return the condition number at a damping."""
-        return (self.largest + damping) / (self.smallest + damping)
-
-
-def spectrum_of(matrix: Tensor, damped: bool, rank_tolerance: float | None = None) -> Spectrum:
-    r"""Return the extreme eigenvalues that make up :func:`~lightning_symmetry.condition_number`.
+def spectrum_of(block: Tensor, damped: bool, rank_tolerance: float | None = None) -> Spectrum:
+    r"""Return the extreme eigenvalues of a Fisher block.
 
     Args:
-        matrix: A symmetric positive semi-definite matrix, of shape ``(D, D)``.
+        block: Shape ``(D, D)``.
         damped: Whether the condition number is to be damped, so that all eigenvalues count.
         rank_tolerance: :math:`\tau`; eigenvalues up to :math:`\tau \lambda_{\max}` are near 0. Default: D times the
             machine epsilon of float64.
 
     Raises:
-        ValueError: If the matrix is not finite, or is 0.
+        ValueError: If the block is not finite, or is 0.
     """
-    if not bool(torch.isfinite(matrix).all()):
+    if not bool(torch.isfinite(block).all()):
         raise ValueError("The Fisher matrix is not finite.")
-    values = torch.linalg.eigvalsh(matrix.detach().to("cpu", torch.float64))
-    largest = values[-1].item()
-    if largest <= 0:
+    values = torch.linalg.eigvalsh(block.detach().to("cpu", torch.float64))
+    if values[-1] <= 0:
         raise ValueError("The Fisher matrix is 0.")
     tolerance = len(values) * torch.finfo(torch.float64).eps if rank_tolerance is None else rank_tolerance
-    counted = values[values > tolerance * largest]
-    smallest = max(values[0].item(), 0.0) if damped else counted[0].item()
-    return Spectrum(smallest, largest, len(counted))
+    return Spectrum.of(values, damped, tolerance)
 
 
 class Meter:
@@ -181,43 +157,6 @@ class Meter:
         return output, rest
 
 
-class Looking:
-    """Follows the coordinates of some layers.
-
-    Args:
-        names: Names of layers.
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = list(names)
-        self._raw: dict[str, tuple[Tensor | None, ...] | None] = {}
-        self._present: dict[str, Coefficients | None] = {}
-
-    def look(self, module: nn.Module) -> Coordinates:
-        """Return the coordinates in which an optimizer steps now: U and c of whitened layers, on the CPU."""
-        layers = whitened_layers(module)
-        for name in self._names:
-            raw = _raw(layers.get(name))
-            if name not in self._raw or not _same(raw, self._raw[name]):
-                self._raw[name] = raw
-                matrix = None if raw is None else layers[name].whitening_matrix()
-                self._present[name] = None if matrix is None else tuple(t.detach().cpu() for t in matrix)
-        return dict(self._present)
-
-
-def coordinates_differ(a: Coordinates, b: Coordinates) -> bool:
-    """Whether two systems of coordinates differ by more than rounding."""
-    for name, old in a.items():
-        new = b.get(name)
-        if old is new:
-            continue
-        if old is None or new is None:
-            return True
-        if any(x.shape != y.shape or (x - y).abs().max() > 1e-9 * x.abs().max() for x, y in zip(old, new, strict=True)):
-            return True
-    return False
-
-
 def first_samples(loader: CombinedLoader, count: int) -> Any:
     """Return the first samples of a split as one batch.
 
@@ -243,7 +182,7 @@ def first_samples(loader: CombinedLoader, count: int) -> Any:
     batches = (item[0] for item in loader)
     parts: list[Any] = []
     for batch in batches:
-        size = _common_size(batch)
+        size = common_size(batch)
         if size is None:
             return parts[0] if parts else batch
         parts.append(tree_map(lambda leaf: leaf[:count], batch))  # noqa: B023 (used at once)
@@ -253,12 +192,6 @@ def first_samples(loader: CombinedLoader, count: int) -> Any:
     if not parts:
         raise MisconfigurationException("FisherConditioning needs samples, but the training dataloader is empty.")
     return tree_map(lambda *leaves: torch.cat(leaves), *parts)
-
-
-def _common_size(batch: Any) -> int | None:
-    leaves = tree_leaves(batch)
-    sizes = {len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves}
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _step_of(module: nn.Module, step: Step | None, quiet: QuietTrainer) -> Step:
@@ -279,18 +212,3 @@ def _in_coordinates(block: Tensor, coefficients: Coefficients | None, layer: nn.
     if coefficients is None:
         return block
     return transform_fisher(block, *coefficients, weight_shape=layer.weight.shape, bias=layer.bias is not None)
-
-
-def _raw(layer: HasWhitening | None) -> tuple[Tensor | None, ...] | None:
-    """Return what a layer's coefficients are made of; None where they change nothing."""
-    if layer is None:
-        return None
-    state = layer.whitening_state()
-    raw = tuple(state[name] for name in Applied._fields)
-    return None if Applied(*raw).is_identity else raw
-
-
-def _same(a: tuple[Tensor | None, ...] | None, b: tuple[Tensor | None, ...] | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return all(x is y or (x is not None and y is not None and torch.equal(x, y)) for x, y in zip(a, b, strict=True))

@@ -5,20 +5,19 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from lightning_symmetry.callbacks.evaluation import QuietTrainer, call_step, quiet_copy
+from lightning_symmetry.callbacks.batches import common_size, on_device
 from lightning_symmetry.callbacks.prong_estimator import on_cpu
+from lightning_symmetry.callbacks.rehearsal import rehearsal
 from lightning_symmetry.whitening.collect import collect_statistics, whitened_layers
 from lightning_symmetry.whitening.statistics import InputStatistics
 
@@ -75,20 +74,11 @@ def _size_of(batch: Any) -> int | None:
 
 def _first(batch: Any, count: int) -> tuple[Any, int]:
     """Return the first samples of a batch where it can be cut, and their number."""
+    size = common_size(batch)
+    if size is not None and size > count:
+        return tree_map(lambda leaf: leaf[:count], batch), count
     size = _size_of(batch)
-    if size is None:
-        return batch, count
-    leaves = tree_leaves(batch)
-    if size <= count or not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf in leaves):
-        return batch, size
-    return tree_map(lambda leaf: leaf[:count], batch), count
-
-
-def on_device(trainer: pl.Trainer, batch: Any) -> Any:
-    """Bring a batch to the device as the training loop does, with the module's and the datamodule's transfer hooks."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    return batch, count if size is None else size
 
 
 def observe(
@@ -96,8 +86,7 @@ def observe(
 ) -> dict[str, InputStatistics]:
     """Return the statistics of the inputs of whitened layers, from the training step of a copy of the module.
 
-    The module itself, its batch-norm statistics, metrics and logs, and the random state stay as they are. The copy is
-    in the modes of the module, and draws (for dropout, say) the same numbers in every run.
+    The module and the random state stay as they are: see :func:`~lightning_symmetry.callbacks.rehearsal.rehearsal`.
 
     Args:
         trainer: The trainer.
@@ -105,8 +94,8 @@ def observe(
         batches: Batches and their indices.
         transfer: Whether they have yet to be brought to the device.
     """
-    with _rehearsal(trainer, module, batches, transfer) as (clone, run):
-        return collect_statistics(clone, run)
+    with rehearsal(trainer, module) as (clone, step):
+        return collect_statistics(clone, lambda: _each(step, trainer, batches, transfer))
 
 
 def outputs_of(
@@ -114,31 +103,19 @@ def outputs_of(
 ) -> dict[str, Tensor]:
     """Return the last output of each whitened layer, as :func:`observe` runs it."""
     outputs: dict[str, Tensor] = {}
-    with _rehearsal(trainer, module, batches, transfer) as (clone, run):
+    with rehearsal(trainer, module) as (clone, step):
         for name, layer in whitened_layers(clone).items():
             layer.register_forward_hook(lambda _, args, output, name=name: outputs.update({name: output.detach()}))
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            run()
+        _each(step, trainer, batches, transfer)
     return outputs
 
 
-@contextmanager
-def _rehearsal(
-    trainer: pl.Trainer, module: pl.LightningModule, batches: Iterable[tuple[Any, int]], transfer: bool
-) -> Iterator[tuple[pl.LightningModule, Callable[[], None]]]:
-    """Give a copy of the module, and what runs its training step on the batches."""
-    clone = quiet_copy(module)
-    clone.trainer = QuietTrainer(trainer)
-
-    def run() -> None:
-        for batch, batch_idx in batches:
-            batch = on_device(trainer, batch) if transfer else copy.deepcopy(batch)
-            with trainer.precision_plugin.train_step_context():
-                call_step(clone.training_step, batch, batch_idx, 0)
-
-    with isolate_rng():
-        torch.manual_seed(trainer.global_step * trainer.world_size + trainer.global_rank)
-        yield clone, run
+def _each(
+    step: Callable[[Any, int], Any], trainer: pl.Trainer, batches: Iterable[tuple[Any, int]], transfer: bool
+) -> None:
+    """Run a step on batches, which it may change in place."""
+    for batch, batch_idx in batches:
+        step(on_device(trainer, batch) if transfer else copy.deepcopy(batch), batch_idx)
 
 
 def gather_on_first(trainer: pl.Trainer, statistics: dict[str, InputStatistics]) -> dict[str, InputStatistics]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 
@@ -40,6 +42,19 @@ class ConversionReport:
     def add(self, name: str, kind: str, changed: bool, detail: str) -> None:
         """Add a row."""
         self.rows.append(ReportRow(name, kind, changed, detail))
+
+    def warn_left_alone(self, expected: Container[str] = (), stacklevel: int = 2) -> None:
+        """Warn of the layers that were left alone, unless that is what the user expects.
+
+        Args:
+            expected: Names of layers that are not worth a warning: those that are skipped.
+            stacklevel: Whose line is shown: 1 is the caller's, 2, as for a verb, that of the caller's caller.
+        """
+        unexpected = {name: reason for name, reason in self.left_alone.items() if name not in expected}
+        if unexpected:
+            listed = "; ".join(f"{name} ({reason})" for name, reason in unexpected.items())
+            text = f"{self.verb} left {len(unexpected)} layer(s) alone: {listed}."
+            warnings.warn(text, stacklevel=stacklevel + 1)
 
     def __str__(self) -> str:
         rows = [("layer", "type", "", "what")]

@@ -98,6 +98,9 @@ def zca_whitening(mean: Tensor, covariance: Tensor, eps: float, *, relative: boo
         relative: Whether ``eps`` is in units of the mean variance, which gives layers very different bounds. Where
             all inputs are constant there is no such unit, and U is the identity.
 
+    Returns:
+        The :class:`~lightning_symmetry.whitening.coefficients.Whitening`, with all N eigenvectors in Q.
+
     Raises:
         WhiteningError: If values are not finite or the decomposition fails.
         ValueError: If ``eps`` is not positive and finite.

@@ -23,7 +23,9 @@ def whitened_layers(net: nn.Module) -> dict[str, HasWhitening]:
 def collect_statistics(
     net: nn.Module, run: Callable[[], Any], layers: Iterable[str] | None = None
 ) -> dict[str, InputStatistics]:
-    """Run a network once and return the statistics of its whitened layers' inputs.
+    r"""Run a network once and return the statistics of its whitened layers' inputs.
+
+    .. math:: \mu = E[h], \qquad \Sigma = E[(h - \mu)(h - \mu)^\top]
 
     ``run`` is called without gradients, and eagerly where the network is compiled. Nothing else is done for it: whether
     the network is in training mode, and whether batch norms move their buffers, is up to the caller.

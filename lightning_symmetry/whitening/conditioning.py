@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,37 @@ from lightning_symmetry.whitening.likelihoods import LikelihoodName
 _SMALL = 64  # up to this size the matrix is formed: Lanczos needs room
 _LANCZOS_VECTORS = 256  # kept at a time; with scipy's 20 the small eigenvalues, which lie close, do not converge
 _LANCZOS_ENTRIES = 2**26  # in all, 512 MiB
+
+
+class Spectrum(NamedTuple):
+    """Extreme eigenvalues of a symmetric positive semi-definite matrix, without damping.
+
+    Attributes:
+        smallest: The smallest; where eigenvalues near 0 do not count, of those that do.
+        largest: The largest.
+        rank: Number of eigenvalues that are not near 0; None where the matrix was not formed.
+    """
+
+    smallest: float
+    largest: float
+    rank: int | None
+
+    @classmethod
+    def of(cls, values: Tensor, damped: bool, rank_tolerance: float) -> Spectrum:
+        r"""Return what counts of all eigenvalues.
+
+        Args:
+            values: All eigenvalues, in ascending order. The largest must be positive, unless ``damped``.
+            damped: Whether the condition number is to be damped. Then all count, those below 0 by rounding as 0.
+            rank_tolerance: :math:`\tau`; eigenvalues up to :math:`\tau \lambda_{\max}` are near 0.
+        """
+        counted = values[values > rank_tolerance * values[-1]]
+        smallest = max(values[0].item(), 0.0) if damped else counted[0].item()
+        return cls(smallest, max(values[-1].item(), 0.0), len(counted))
+
+    def condition(self, damping: float) -> float:
+        """Return the condition number at a damping."""
+        return (self.largest + damping) / (self.smallest + damping)
 
 
 def condition_number(matrix: Tensor, damping: float = 0.0, rank_tolerance: float | None = None) -> float:
@@ -64,11 +95,9 @@ def condition_number(matrix: Tensor, damping: float = 0.0, rank_tolerance: float
     smallest, largest = values[0].item(), values[-1].item()
     if smallest < -math.sqrt(eps) * values.abs().max():
         raise ValueError(f"The matrix is not positive semi-definite: its eigenvalues go from {smallest} to {largest}.")
-    if damping > 0:
-        return (max(largest, 0.0) + damping) / (max(smallest, 0.0) + damping)
-    if largest <= 0:
+    if largest <= 0 and damping == 0:
         raise ValueError("The matrix is 0: without damping it has no condition number.")
-    return largest / values[values > tolerance * largest][0].item()
+    return Spectrum.of(values, damping > 0, tolerance).condition(damping)
 
 
 def extreme_eigenvalues(

@@ -104,10 +104,19 @@ def fisher_blocks(
     columns: int = 64,
     progress: bool = True,
 ) -> dict[str, Tensor]:
-    """Return the diagonal blocks of the Fisher information matrix, one a layer, by the layers' names.
+    r"""Return the diagonal blocks of the Fisher information matrix, one a layer.
+
+    .. math::
+        F_{\ell\ell} = \frac1N \sum_{n=1}^N E_{y \sim p(y \mid x_n, \theta)}
+        \left[\nabla_{\theta_\ell} \log p(y \mid x_n)\, \nabla_{\theta_\ell} \log p(y \mid x_n)^\top\right]
 
     A block holds the weight and the bias of a layer together. What is between layers is never computed. Arguments,
     layout and errors are those of :func:`fisher_matrix`, whose diagonal blocks these are.
+
+    Returns:
+        By the layer's name, a symmetric matrix of shape ``(D, D)`` for the layer's D parameters.
+
+    Source: Natural Neural Networks (2015), eq. 3 and figure 2.
     """
     with fisher_model(
         net,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -83,7 +82,7 @@ def whiten(
     layers = {found[0]: module for module, found in names.items() if _is_map(module)}
     if "" in layers and not isinstance(net, OTHER_MAPS):
         raise ValueError(f"The network is itself a {type(net).__name__}: wrap it in nn.Sequential first.")
-    skipped = match_patterns(layers, skip, "skip")
+    skipped = {name for name, patterns in match_patterns(layers, skip, "skip").items() if patterns}
     overrides = overrides or {}
     chosen = dict(settings_for(layers, {"mode": mode, "explicit": explicit}, overrides))
     for values in chosen.values():
@@ -93,8 +92,8 @@ def whiten(
     replacements: dict[str, nn.Module] = {}
     for name, module in layers.items():
         kind = type(module).__name__
-        if skipped[name] or name in reasons:
-            report.add(name, kind, False, "skipped" if skipped[name] else reasons[name])
+        if name in skipped or name in reasons:
+            report.add(name, kind, False, "skipped" if name in skipped else reasons[name])
             continue
         new = _convert(module, **chosen[name])
         replacements.update(dict.fromkeys(names[module], new))
@@ -104,18 +103,25 @@ def whiten(
         report.add(name, kind, True, f"{form}, mode {new.mode}, {new.weight.shape[1]} inputs{groups}{shared}")
     if not report.changed:
         raise ValueError(f"whiten found nothing to convert in {type(net).__name__}.\n{report}")
-    if unexpected := {name: reason for name, reason in reasons.items() if not skipped[name]}:
-        listed = "; ".join(f"{name} ({reason})" for name, reason in unexpected.items())
-        warnings.warn(f"whiten left {len(unexpected)} layer(s) alone: {listed}.", stacklevel=2)
+    report.warn_left_alone(expected=skipped)
     replace_modules(net, replacements)
     net.whitening_report = report
     return net
 
 
 def unwhiten(net: NetT) -> NetT:
-    """Put the layers back that ``whiten`` replaced, in place and with the same Parameter objects.
+    r"""Put the layers back that :func:`whiten` replaced, in place and with the same Parameter objects.
 
-    Those of explicit layers take the canonical values. A network without whitened layers is returned as it is.
+    Those of explicit layers take the canonical values, :math:`W = V U, b = d - W c`; the function stays what it is, to
+    rounding. A network without whitened layers is returned as it is.
+
+    Args:
+        net: The network, changed in place.
+
+    Returns:
+        The same network.
+
+    Source: Natural Neural Networks (2015), eq. 7.
     """
     layers = {module: names for module, names in module_names(net).items() if isinstance(module, HasWhitening)}
     for module, names in layers.items():

@@ -189,6 +189,15 @@ def test_a_network_that_is_one_layer(net, kind):
     asymmetrize(nn.Sequential(net), n_fix=2)
 
 
+def test_a_network_that_is_a_subclass_of_a_layer():
+    class Own(nn.Linear):
+        pass
+
+    nothing = pytest.raises(ValueError, match=r"nothing to convert in Own\.(.|\n)*a subclass of Linear with a forward")
+    with pytest.warns(UserWarning, match="a subclass of Linear"), nothing:
+        asymmetrize(Own(8, 4))
+
+
 def test_a_shared_module_is_replaced_everywhere_by_one():
     class Twice(nn.Module):
         def __init__(self):

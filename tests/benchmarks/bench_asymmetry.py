@@ -5,14 +5,13 @@ Run on a quiet machine: ``pytest tests/benchmarks/bench_asymmetry.py -s``.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from interleaved import ratios
+from peak_memory import added_peak
 from torch import nn
 
 from lightning_symmetry import MLP, ResNet20, asymmetrize
@@ -64,32 +63,21 @@ def test_training_step_of_resnet20() -> None:
     assert found["sigma"] <= 1.25
 
 
-_PEAK = """
-import sys, torch
-import torch.nn.functional as F
-from lightning_symmetry import ResNet20, asymmetrize
-torch.set_num_threads(2)
-def peak():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-net = asymmetrize(ResNet20(), "sigma") if sys.argv[1] == "sigma" else ResNet20()
-optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
-x, y = torch.randn(128, 3, 32, 32), torch.randint(10, (128,))
-F.cross_entropy(net(x[:2]), y[:2]).backward()
-before = peak()
-for _ in range(3):
-    optimizer.zero_grad()
-    F.cross_entropy(net(x), y).backward()
-    optimizer.step()
-print(peak() - before)
-"""
+def short_training(kind: str) -> Callable[[], None]:
+    net = asymmetrize(ResNet20(), "sigma") if kind == "sigma" else ResNet20()
+    x = torch.randn(128, 3, 32, 32)
+    F.cross_entropy(net(x[:2]), torch.randint(10, (2,))).backward()
+    step = training_step(net, x, "SGD")
+
+    def train() -> None:
+        for _ in range(3):
+            step()
+
+    return train
 
 
 def test_peak_memory_of_sigma_resnet20() -> None:
-    peak = {
-        kind: int(subprocess.run([sys.executable, "-c", _PEAK, kind], capture_output=True, check=True).stdout)
-        for kind in ("plain", "sigma")
-    }
+    peak = {kind: added_peak(short_training, kind) for kind in ("plain", "sigma")}
     print(f"\npeak memory {peak} KiB, ratio {peak['sigma'] / peak['plain']:.3f}")
     assert peak["sigma"] / peak["plain"] <= 1.4
 

@@ -5,17 +5,14 @@ Run on a quiet machine: ``pytest tests/benchmarks/bench_whitening.py -s``.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from interleaved import ratios
+from peak_memory import added_peak
 from torch import Tensor, nn
 
 from lightning_symmetry import Autoencoder, ResNet20
@@ -92,42 +89,32 @@ def test_training_step_of_resnet20() -> None:
     assert ratios(steps, "plain", rounds=20)["whitened"] <= 1.15
 
 
-_PEAK = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-from bench_whitening import *
-torch.set_num_threads(2)
-def peak():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-network, loss, shape = {
-    "autoencoder": (Autoencoder, reconstruction, (784,)), "resnet20": (ResNet20, cross_entropy, (3, 32, 32)),
-}[sys.argv[2]]
-x = torch.rand(128, *shape)
-small = Autoencoder(784, (2,)) if network is Autoencoder else ResNet20()
-part = x[:2, ..., :8, :8] if x.ndim == 4 else x[:2]
-loss(small, part).backward()
-update(whiten(small), part)  # libraries are loaded
-before = peak()
-net = network()
-whiten(net) if sys.argv[3] == "whitened" else None
-step = training_step(net, x, loss)
-for _ in range(4):
-    if sys.argv[3] == "whitened":
-        update(net, x[:NUM_SAMPLES])
-    step()
-    step()
-print(peak() - before)
-"""
+NETWORKS = {"autoencoder": (Autoencoder, reconstruction, (784,)), "resnet20": (ResNet20, cross_entropy, (3, 32, 32))}
 
 
-@pytest.mark.parametrize("network", ["autoencoder", "resnet20"])
-def test_peak_memory(network: str) -> None:
-    def measure(kind: str) -> int:
-        command = [sys.executable, "-c", _PEAK, str(Path(__file__).parent), network, kind]
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back to the system at once
-        return int(subprocess.run(command, capture_output=True, check=True, env=environment).stdout)
+def short_training(network: str, kind: str) -> Callable[[], None]:
+    build, loss, shape = NETWORKS[network]
+    x = torch.rand(128, *shape)
+    small = Autoencoder(784, (2,)) if network == "autoencoder" else ResNet20()
+    part = x[:2, ..., :8, :8] if x.ndim == 4 else x[:2]
+    loss(small, part).backward()
+    update(whiten(small), part)  # libraries are loaded
 
-    peak = {kind: measure(kind) for kind in ("plain", "whitened")}
+    def train() -> None:
+        net = whiten(build()) if kind == "whitened" else build()
+        step = training_step(net, x, loss)
+        for _ in range(4):
+            if kind == "whitened":
+                update(net, x[:NUM_SAMPLES])
+            step()
+            step()
+
+    return train
+
+
+@pytest.mark.parametrize("network", list(NETWORKS))
+def test_peak_memory(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed goes back to the system at once
+    peak = {kind: added_peak(short_training, network, kind) for kind in ("plain", "whitened")}
     print(f"\npeak memory {peak} KiB, ratio {peak['whitened'] / peak['plain']:.3f}")
     assert peak["whitened"] / peak["plain"] <= 1.2
