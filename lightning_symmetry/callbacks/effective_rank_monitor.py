@@ -14,8 +14,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_symmetry.callbacks.loggers import experiments_with
 from lightning_symmetry.low_rank import LowRankMap, LowRankMultiheadAttention, singular_values
 from lightning_symmetry.low_rank.candidates import LAYERS
+from lightning_symmetry.low_rank.conv import Scheme, check_scheme
+from lightning_symmetry.low_rank.projections import DenseProjection, projections_of
 from lightning_symmetry.surgery import ReparametrizedLayer, match_patterns, uncompiled
 
 if TYPE_CHECKING:
@@ -25,9 +28,10 @@ if TYPE_CHECKING:
 class EffectiveRankMonitor(Callback):
     r"""Log the effective rank of layers, :math:`\|W\|_* / \|W\|_{op}`, and their singular values.
 
-    Of factorised layers W is the product, which is not formed; of others the weight, convolution kernels being matrices
-    of shape ``(N, C k_h k_w)``. Decompositions are made on the first rank, before the first step and after every
-    ``every_n_steps`` optimizer steps. A weight that is not finite is left out and warned of once.
+    Of factorised layers W is the product, which is not formed; of others the weight. Attention has four,
+    ``{layer}.q_proj``, ``.k_proj``, ``.v_proj`` and ``.out_proj``, also where it holds three of them in one tensor:
+    names are the same before and after a switch. Decompositions are made on the first rank, before the first step and
+    after every ``every_n_steps`` optimizer steps. A weight that is not finite is left out and warned of once.
 
     Logs:
 
@@ -39,12 +43,15 @@ class EffectiveRankMonitor(Callback):
     Args:
         every_n_steps: Number of optimizer steps between two measurements.
         layers: Shell patterns of the names of layers.
+        scheme: As which matrix to take the kernels of dense two-dimensional convolutions. Factorised ones have that of
+            their own scheme: curves go on over a switch to the same one.
 
     Attributes:
         measured: The effective ranks that were logged last, by layer.
 
     Raises:
         MisconfigurationException: If ``every_n_steps`` is less than 1, or a pattern matches no layer.
+        ValueError: If there is no such scheme.
 
     Source: Exploring Low Rank Training of Deep Neural Networks (2022), section 3.3.
 
@@ -54,11 +61,12 @@ class EffectiveRankMonitor(Callback):
         >>> callback = EffectiveRankMonitor(every_n_steps=1000)
     """
 
-    def __init__(self, every_n_steps: int = 1000, layers: Sequence[str] = ("*",)) -> None:
+    def __init__(self, every_n_steps: int = 1000, layers: Sequence[str] = ("*",), scheme: Scheme = "kxk-1x1") -> None:
         super().__init__()
+        check_scheme(scheme)
         if every_n_steps < 1:
             raise MisconfigurationException(f"Expected `every_n_steps` to be at least 1 but got {every_n_steps}.")
-        self.every_n_steps, self.layers = every_n_steps, layers
+        self.every_n_steps, self.layers, self.scheme = every_n_steps, layers, scheme
         self._reset()
 
     def _reset(self) -> None:
@@ -93,7 +101,7 @@ class EffectiveRankMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not (drawing := _with(trainer, "add_figure")):
+        if not (drawing := experiments_with(trainer, "add_figure")):
             return
         self._measure(trainer, pl_module, log=False)
         if self._last:
@@ -115,7 +123,7 @@ class EffectiveRankMonitor(Callback):
         for name, layer in _layers(module).items():
             if not any(fnmatchcase(name, pattern) for pattern in self.layers):
                 continue
-            if (values := _spectrum(layer)) is None:
+            if (values := _spectrum(layer, self.scheme)) is None:
                 failed.append(name)
             else:
                 self._last[name] = values
@@ -131,7 +139,7 @@ class EffectiveRankMonitor(Callback):
         scalars["effective_rank/mean"] = sum(ranks.values()) / len(ranks)
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
-        for experiment in _with(trainer, "add_histogram"):
+        for experiment in experiments_with(trainer, "add_histogram"):
             for name, values in self._last.items():
                 experiment.add_histogram(f"singular_values/{name}", values, trainer.global_step)
 
@@ -154,30 +162,28 @@ class EffectiveRankMonitor(Callback):
         return figure
 
 
-def _layers(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that have a weight matrix, by name, each once."""
-    return {
-        uncompiled(name): part
-        for name, part in module.named_modules()
-        if isinstance(part, LowRankMap)
-        or type(part) in LAYERS
-        or (isinstance(part, ReparametrizedLayer) and not isinstance(part, LowRankMultiheadAttention))
-    }
+def _layers(module: nn.Module) -> dict[str, nn.Module | Tensor]:
+    """Return what has a weight matrix, by name, each once; of attention its projections, dense or factorised."""
+    found: dict[str, nn.Module | Tensor] = {}
+    for name, part in module.named_modules():
+        name = uncompiled(name)
+        if isinstance(part, LowRankMultiheadAttention):
+            continue  # its projections come by themselves
+        if type(part) is nn.MultiheadAttention:
+            weights = projections_of(part).items()
+            found.update({f"{name}.{key}".lstrip("."): weight for key, (weight, _, _) in weights})
+        elif type(part) in LAYERS or isinstance(part, LowRankMap | DenseProjection | ReparametrizedLayer):
+            found[name] = part
+    return found
 
 
 @torch.no_grad()
-def _spectrum(layer: nn.Module) -> Tensor | None:
+def _spectrum(layer: nn.Module | Tensor, scheme: Scheme) -> Tensor | None:
     """Return the singular values of a layer's weight on the CPU; None where it is not finite."""
     plain = isinstance(layer, ReparametrizedLayer) and not isinstance(layer, LowRankMap)
     matrix = layer.canonical_weight().flatten(1) if plain else layer
     try:
-        values = singular_values(matrix).cpu()
+        values = singular_values(matrix, scheme).cpu()
     except torch.linalg.LinAlgError:
         return None
     return values if bool(values.isfinite().all()) else None
-
-
-def _with(trainer: pl.Trainer, method: str) -> list[Any]:
-    """Return what loggers write to, where it has a method."""
-    experiments = [getattr(logger, "experiment", None) for logger in trainer.loggers]
-    return [experiment for experiment in experiments if hasattr(experiment, method)]

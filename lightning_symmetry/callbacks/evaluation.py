@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler
 
+from lightning_symmetry.low_rank.layout import recomposed_state
 from lightning_symmetry.surgery import uncompiled
 
 Split = Literal["train", "val", "test"]
@@ -98,11 +98,9 @@ def evaluation_step(
     def step(net: pl.LightningModule, item: tuple[Any, int, int]) -> tuple[Tensor, int]:
         net.trainer = quiet
         for name in names:
-            loss = call_step(getattr(net, name), *item)
-            if isinstance(loss, Mapping):
-                loss = loss.get("loss")
-            if isinstance(loss, Tensor) and loss.numel() == 1:
-                return loss.detach(), extract_batch_size(item[0])
+            loss = loss_in(call_step(getattr(net, name), *item))
+            if loss is not None:
+                return loss, extract_batch_size(item[0])
         raise MisconfigurationException(
             f"{type(net).__name__} returns no loss to evaluate from {' and '.join(names) or 'a step'}; return it, or "
             "give the module `output_and_target(batch, split)` and `loss`."
@@ -119,6 +117,12 @@ def call_step(step: Callable[..., Any], batch: Any, batch_idx: int, dataloader_i
     if is_param_in_hook_signature(step, "dataloader_idx", explicit=True):
         arguments.append(dataloader_idx)
     return step(*arguments)
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Return the loss that a step has returned, by itself or in a dictionary, detached; None where there is none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 class QuietTrainer:
@@ -178,8 +182,8 @@ def matching_state(state: dict[str, Tensor], target: nn.Module, source: str) -> 
     """Find the part of ``target`` that a state dict belongs to: itself or one of its children.
 
     Args:
-        state: The state dict; the prefix that ``torch.compile`` writes is ignored.
-        target: A module.
+        state: The state dict; the prefix that ``torch.compile`` writes is ignored, and factors are multiplied.
+        target: A module, in which no layer has factors.
         source: What the state dict is, for the error.
 
     Returns:
@@ -188,22 +192,23 @@ def matching_state(state: dict[str, Tensor], target: nn.Module, source: str) -> 
     Raises:
         MisconfigurationException: If it belongs to none.
     """
-    state = {uncompiled(key): value for key, value in state.items()}
-    wanted = set(state)
-    for _, part in chain([("", target)], target.named_children()):
-        ours = part.state_dict()
+    for part in (target, *target.children()):
+        try:
+            ours, plain = part.state_dict(), recomposed_state(part, state)
+        except ValueError as error:
+            raise MisconfigurationException(f"The reference ({source}) differs in architecture: {error}") from error
         keys = {uncompiled(key): key for key in ours}
-        if set(keys) != wanted:
+        if keys.keys() != plain.keys():
             continue
-        state = {keys[key]: value for key, value in state.items()}
-        for key, value in state.items():
+        plain = {keys[key]: value for key, value in plain.items()}
+        for key, value in plain.items():
             if value.shape != ours[key].shape:
                 raise MisconfigurationException(
                     f"The reference ({source}) differs in architecture: {key} has shape {tuple(value.shape)} in it and "
                     f"{tuple(ours[key].shape)} in the trained module."
                 )
-        return part, state
-    ours = {uncompiled(key) for key in target.state_dict()}
+        return part, plain
+    ours, wanted = ({uncompiled(key) for key in one} for one in (target.state_dict(), state))
     missing, extra = sorted(ours - wanted), sorted(wanted - ours)
     raise MisconfigurationException(
         f"The reference ({source}) is no {type(target).__name__}: it lacks {missing[:3]} ({len(missing)} entries) "

@@ -1,10 +1,8 @@
-"""Frobenius decay of factorised layers as a callback."""
+"""Frobenius decay of factorised layers, and of dense ones by the same norm, as a callback."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -14,7 +12,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_symmetry.callbacks.spectral_factorization import SpectralFactorization
-from lightning_symmetry.low_rank import LowRankMap, add_frobenius_decay_, decay_factors_, low_rank_maps
+from lightning_symmetry.low_rank.decay import add_to_gradient_, decay_, decayed_parts, directions
+from lightning_symmetry.low_rank.layer import LowRankMap
 
 
 class FrobeniusDecay(Callback):
@@ -27,17 +26,26 @@ class FrobeniusDecay(Callback):
     That is decay as the ``weight_decay`` of ``torch.optim.SGD``: momentum, Adam's moments and clipping see it. With
     ``decoupled`` the factors themselves are decayed by as much times the learning rate of their group, as AdamW does.
 
-    Layers without factors have no part in it: give the optimizer a group with ``weight_decay`` for them, and one with
-    ``weight_decay=0`` for the factors. Beside :class:`SpectralFactorization` it begins with the switch; factors then
-    are in the group of their weight, with its ``weight_decay``. Where the optimizer decays factors too this warns.
+    With ``dense`` layers without factors have the same penalty, :math:`\frac{\lambda}{2} \|W\|_F^2`: those that stay
+    dense, and beside :class:`SpectralFactorization` all of them from the first step, so that at the switch only what
+    truncation takes away is missing from it. These are linear layers, convolutions, embeddings and attention; of layers
+    in other coordinates, such as those with fixed entries, it is the canonical weight that is penalised, and constants
+    stay what they are (:func:`~lightning_symmetry.low_rank.decay.decayed_parts`). The optimizer then has
+    ``weight_decay=0`` for all matrices, and decays what else it is to decay.
+
+    Without ``dense`` such layers have no part in it: give the optimizer a group with ``weight_decay`` for them, and one
+    with ``weight_decay=0`` for the factors. Beside :class:`SpectralFactorization` it then begins with the switch;
+    factors are in the group of their weight, with its ``weight_decay``. Where the optimizer decays what this decays it
+    warns.
 
     Args:
         weight: :math:`\lambda`.
-        decoupled: Whether to decay the factors in place of adding gradients.
+        decoupled: Whether to decay the parameters in place of adding gradients.
+        dense: Whether weights without factors are decayed too.
 
     Raises:
-        MisconfigurationException: If the weight is negative or not finite, or the network has no factors and is not
-            going to have any.
+        MisconfigurationException: If the weight is negative or not finite, or the network has nothing to decay and is
+            not going to have factors.
 
     Source: Exploring Low Rank Training of Deep Neural Networks (2022), section 3.3.
 
@@ -47,44 +55,57 @@ class FrobeniusDecay(Callback):
         >>> callback = FrobeniusDecay(1e-4)
     """
 
-    def __init__(self, weight: float, decoupled: bool = False) -> None:
+    def __init__(self, weight: float, decoupled: bool = False, dense: bool = False) -> None:
         super().__init__()
         if not (weight >= 0 and math.isfinite(weight)):
             raise MisconfigurationException(f"Expected `weight` to be at least 0 and finite but got {weight}.")
-        self.weight, self.decoupled = weight, decoupled
+        self.weight, self.decoupled, self.dense = weight, decoupled, dense
         self._warned = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._warned = False
         later = any(isinstance(callback, SpectralFactorization) for callback in trainer.callbacks)
-        if not later and not low_rank_maps(pl_module):
-            raise MisconfigurationException(
-                f"FrobeniusDecay decays factors, but {type(pl_module).__name__} has none: call factorize() on its "
-                "network or add SpectralFactorization."
-            )
+        if not later and not decayed_parts(pl_module, self.dense):
+            what = "weights, but {} has none that are matrices"
+            if not self.dense:
+                what = (
+                    "factors, but {} has none: call factorize() on its network, add SpectralFactorization, or give "
+                    "`dense=True` for weights without factors"
+                )
+            raise MisconfigurationException(f"FrobeniusDecay decays {what.format(type(pl_module).__name__)}.")
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        for name, layer, group in _stepped(pl_module, optimizer):
-            if group.get("weight_decay") and self.weight and not self._warned:
-                self._warned = True
-                rank_zero_warn(
-                    f"{type(optimizer).__name__} decays the factors of {name} with weight_decay="
-                    f"{group['weight_decay']}, and FrobeniusDecay decays their product: give factors a group with "
-                    "weight_decay=0."
-                )
-            if self.decoupled:
-                decay_factors_(layer, float(group["lr"]) * self.weight)
-            else:
-                add_frobenius_decay_(layer, self.weight)
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        scaled = self.weight * _gradient_scale(trainer, optimizer)
+        for name, part in decayed_parts(pl_module, self.dense).items():
+            for parameter, direction in directions(part):
+                if (group := groups.get(id(parameter))) is None:
+                    continue  # another optimizer's
+                if group.get("weight_decay") and self.weight:
+                    self._warn(optimizer, name, isinstance(part, LowRankMap), group["weight_decay"])
+                if self.decoupled:
+                    decay_(parameter, direction, float(group["lr"]) * self.weight)
+                else:
+                    add_to_gradient_(parameter, direction, scaled)
+
+    def _warn(self, optimizer: Optimizer, name: str, factorised: bool, weight_decay: float) -> None:
+        """Warn, once a fit, that the optimizer decays what this decays."""
+        if self._warned:
+            return
+        self._warned = True
+        theirs, ours = (f"the factors of {name}", "their product") if factorised else (name, "it")
+        rank_zero_warn(
+            f"{type(optimizer).__name__} decays {theirs} with weight_decay={weight_decay}, and FrobeniusDecay decays "
+            f"{ours} too: give {'matrices' if self.dense else 'factors'} a group with weight_decay=0."
+        )
 
 
-def _stepped(module: pl.LightningModule, optimizer: Optimizer) -> Iterator[tuple[str, LowRankMap, dict[str, Any]]]:
-    """Yield the factorised maps that an optimizer is about to step on, each with the group of its factor U."""
-    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    for name, layer in low_rank_maps(module).items():
-        if (group := groups.get(id(layer.left))) is not None:
-            yield name, layer, group
+def _gradient_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
+    """Return what gradients are multiplied by: a fused optimizer itself takes out the scale of fp16, in its step."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    within = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return float(scaler.get_scale()) if within else 1.0

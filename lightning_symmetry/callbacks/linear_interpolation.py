@@ -10,7 +10,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -26,13 +25,14 @@ from lightning_symmetry.callbacks.evaluation import (
     quiet_copy,
     split_loader,
 )
+from lightning_symmetry.callbacks.loggers import experiments_with
 from lightning_symmetry.callbacks.refusals import check_whole_parameters
 from lightning_symmetry.landscape import PathResult, Segment, parameter_distance
 from lightning_symmetry.landscape.path import BatchNorm, path_values
 from lightning_symmetry.landscape.result import as_positions
 from lightning_symmetry.modules import SupervisedModule
 from lightning_symmetry.permutation import Alignment
-from lightning_symmetry.surgery import plain_copy
+from lightning_symmetry.surgery import CONSTANT_BUFFERS, plain_copy
 
 
 class LinearInterpolation(Callback):
@@ -45,13 +45,14 @@ class LinearInterpolation(Callback):
     where the first one did.
 
     Logs ``interpolation/midpoint_barrier``, ``/max_barrier``, ``/max_increase``, ``/is_monotonic``,
-    ``/local_convexity``, ``/global_convexity`` and ``/distance_per_parameter`` to every logger, and to every
-    TensorBoard logger a figure and the curves (at step :math:`100 \alpha`). In a distributed run each rank evaluates
-    a part of the positions. With ``fast_dev_run`` only its number of batches is evaluated. The trainer, the module, its
-    batch-norm statistics and the random state stay as they were.
+    ``/local_convexity``, ``/global_convexity`` and ``/distance_per_parameter`` to every logger, and a figure and the
+    curves (at step :math:`100 \alpha`) where the logger takes figures (TensorBoard). In a distributed run each rank
+    evaluates a part of the positions. With ``fast_dev_run`` only its number of batches is evaluated. The trainer, the
+    module, its batch-norm statistics and the random state stay as they were.
 
     Any LightningModule will do: see :func:`~lightning_symmetry.callbacks.evaluation.evaluation_step`. A callback that
-    changes the weights when training ends, such as weight averaging, must stand before this one.
+    changes the weights when training ends, such as weight averaging, must stand before this one. Factorised layers, of
+    either end, enter by their products.
 
     Args:
         reference: ``"init"``, a module (the LightningModule or the network within it), or the path of a checkpoint.
@@ -240,6 +241,9 @@ class LinearInterpolation(Callback):
             checkpoint = torch.load(self.reference, map_location="cpu", weights_only=True)
             state = checkpoint.get("state_dict", checkpoint)
         reference = plain_copy(trained, keep_affine=True)
+        if self.reference == "init":  # constants that were given up with the layers that had them: the weight has them
+            kept = reference.state_dict()
+            state = {k: v for k, v in state.items() if k in kept or k.rpartition(".")[2] not in CONSTANT_BUFFERS}
         part, state = matching_state(state, reference, source)
         part.load_state_dict(state)
         return reference
@@ -253,15 +257,14 @@ class LinearInterpolation(Callback):
         curves = {"loss": self.result.loss, **self.result.metrics}
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
-            if not isinstance(logger, TensorBoardLogger):
-                continue
+        for experiment in experiments_with(trainer, "add_figure"):
             for quantity, values in curves.items():
                 figure = self.result.plot(quantity)
                 figure.axes[0].set_title(f"{self.split} {quantity}, reference to trained")
-                logger.experiment.add_figure(f"{self.name}/{quantity}_path", figure, trainer.global_step)
+                experiment.add_figure(f"{self.name}/{quantity}_path", figure, trainer.global_step)
                 for alpha, value in zip(self.positions.tolist(), values.tolist(), strict=True):
-                    logger.experiment.add_scalar(f"{self.name}/{quantity}_curve", value, round(100 * alpha))
-            logger.experiment.flush()
+                    experiment.add_scalar(f"{self.name}/{quantity}_curve", value, round(100 * alpha))
+            experiment.flush()
         if self.progress:
             rank_zero_info(
                 f"{self.name}: midpoint barrier {self.result.midpoint_barrier:.4f}, max barrier "

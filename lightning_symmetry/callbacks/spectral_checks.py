@@ -8,14 +8,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 
 from lightning_symmetry.callbacks.prong import PRONG
 from lightning_symmetry.callbacks.refusals import AVERAGING, check_whole_parameters
-from lightning_symmetry.low_rank.candidates import find_layers, tied_weights, why_left_alone
-from lightning_symmetry.surgery import match_patterns, settings_for
+from lightning_symmetry.low_rank.plan import make_plan
+from lightning_symmetry.surgery.handover import Moments
+from lightning_symmetry.surgery.optimizer_states import state_without_rule
 
 
 def check_arguments(
@@ -51,7 +53,8 @@ def check_trainer(trainer: pl.Trainer, kind: type[Callback]) -> None:
         kind: The class of the callback.
 
     Raises:
-        MisconfigurationException: If parameters are sharded, averaged or whitened, or there are two such callbacks.
+        MisconfigurationException: If parameters are sharded, averaged, kept by name or whitened, or there are two such
+            callbacks.
     """
     check_whole_parameters(trainer, kind.__name__)
     if sum(isinstance(callback, kind) for callback in trainer.callbacks) > 1:
@@ -65,34 +68,15 @@ def check_trainer(trainer: pl.Trainer, kind: type[Callback]) -> None:
                 f"{type(callback).__name__} averages parameters one by one, but {kind.__name__} puts others in their "
                 "place. Average in a second fit, of the factorised network."
             )
+        if isinstance(callback, BaseFinetuning):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} keeps the names of parameters, and finds them again when training is "
+                f"resumed, but {kind.__name__} puts others in their place. Fine-tune in a fit of its own."
+            )
         if isinstance(callback, PRONG):
             raise MisconfigurationException(
                 f"PRONG keeps the network whitened for the time of the fit, and {kind.__name__} factorises plain "
                 "weights. Use one of them in a fit of its own."
-            )
-
-
-def check_optimizers(trainer: pl.Trainer, name: str) -> None:
-    """Check that the optimizers can be handed over.
-
-    Args:
-        trainer: The trainer, with its optimizers.
-        name: The callback's name.
-
-    Raises:
-        MisconfigurationException: If states are spread over ranks, or kept of all parameters together, or it only
-            takes sparse gradients.
-    """
-    for optimizer in trainer.optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS) or type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-            raise MisconfigurationException(
-                f"{name} cannot hand {type(optimizer).__name__} over to new parameters: it keeps its state of all "
-                "parameters together. Use an optimizer that keeps it for each parameter."
-            )
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            raise MisconfigurationException(
-                f"SparseAdam takes sparse gradients only, but {name} gives a table two factors, one of them with dense "
-                "gradients. Use an embedding without `sparse`, with another optimizer."
             )
 
 
@@ -101,22 +85,59 @@ def check_layers(
     skip: Sequence[str],
     overrides: Mapping[str, Mapping[str, Any]],
     settings: dict[str, Any],
-) -> None:
+) -> list[nn.Parameter]:
     """Check at the start of training, as far as it can be known, that there will be something to factorise.
+
+    Returns:
+        The parameters that will become factors, as far as it can be known.
 
     Raises:
         MisconfigurationException: If there will not, or a pattern or setting does not fit.
     """
     try:
-        layers = find_layers(module)
-        skipped = match_patterns(layers, skip, "skip")
-        list(settings_for(layers, settings, overrides))
-        reasons = why_left_alone(module, layers, tied_weights(module, layers))
+        plan = make_plan(module, settings, skip, overrides)
+        unsaved = plan.unsaved()
     except ValueError as error:
         raise cannot(module, error) from error
-    if all(skipped[name] or name in reasons for name in layers):
-        listed = "; ".join(f"{name} ({reasons.get(name, 'skipped')})" for name in layers) or "it has no layers"
+    reasons = {**dict.fromkeys(plan.skipped, "skipped"), **plan.reasons, **unsaved}
+    if all(name in reasons for name in plan.layers):
+        listed = "; ".join(f"{name} ({reasons[name]})" for name in plan.layers) or "it has no layers"
         raise cannot(module, f"nothing to convert: {listed}")
+    return plan.weights()
+
+
+def check_optimizers(trainer: pl.Trainer, name: str, weights: Sequence[nn.Parameter], moments: Moments) -> None:
+    """Check that the optimizers can be handed over.
+
+    Args:
+        trainer: The trainer, with its optimizers.
+        name: The callback's name.
+        weights: The parameters that will become factors.
+        moments: What becomes of their moments.
+
+    Raises:
+        MisconfigurationException: If states are spread over ranks, or kept of all parameters together, have no form
+            for factors, or an optimizer only takes sparse gradients.
+    """
+    for optimizer in trainer.optimizers:
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS) or kind == "ZeroRedundancyOptimizer":
+            raise MisconfigurationException(
+                f"{name} cannot hand {kind} over to new parameters: it keeps its state of all parameters together. Use "
+                "an optimizer that keeps it for each parameter."
+            )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise MisconfigurationException(
+                f"SparseAdam takes sparse gradients only, but {name} gives a table two factors, one of them with dense "
+                "gradients. Use an embedding without `sparse`, with another optimizer."
+            )
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter in weights if moments == "project" else ():
+            if id(parameter) in held and (unknown := state_without_rule(optimizer, parameter)) is not None:
+                raise MisconfigurationException(
+                    f"{name} cannot project the moments of {kind}: it keeps {unknown!r} of each entry of a weight, "
+                    "which has no known form for factors. Use moments='reset', or another optimizer."
+                )
 
 
 def cannot(module: pl.LightningModule, reason: object) -> MisconfigurationException:

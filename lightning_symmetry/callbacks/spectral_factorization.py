@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 from typing_extensions import override
 
 from lightning_symmetry.callbacks.spectral_checks import (
@@ -25,8 +26,9 @@ from lightning_symmetry.callbacks.spectral_moments import replacements_between
 from lightning_symmetry.low_rank import FactorizationReport, factorize, low_rank_maps
 from lightning_symmetry.low_rank.conv import Scheme
 from lightning_symmetry.low_rank.initialisation import Init
+from lightning_symmetry.low_rank.layout import apply_layout, follow_state_dicts, layout_of
 from lightning_symmetry.low_rank.rank import Rank
-from lightning_symmetry.modules.low_rank_layout import LowRankLayoutMixin, apply_layout, follow_state_dicts, layout_of
+from lightning_symmetry.modules.low_rank_layout import LowRankLayoutMixin
 from lightning_symmetry.surgery.handover import Moments, broadcast_, hand_over, rebuild_distributed
 from lightning_symmetry.surgery.learning_rates import all_schedulers, scale_learning_rates
 from lightning_symmetry.surgery.transaction import all_or_nothing
@@ -45,7 +47,8 @@ class SpectralFactorization(Callback):
     (:func:`~lightning_symmetry.surgery.factor_moments.factor_direction`). Adam's moments are statistics of the
     gradient: the first follows the chain rule, the second takes the noise of different entries to be uncorrelated
     (:func:`~lightning_symmetry.surgery.factor_moments.factor_squares`). With ``"reset"`` factors start like new
-    parameters. States of biases and of layers that stay are untouched either way.
+    parameters. States of biases and of layers that stay are untouched either way. Adadelta and Rprop keep steps entry
+    by entry, which have no form for factors: with them only ``"reset"`` will do, which is said before the first step.
 
     In distributed training the first rank factorises, and the others get its factors. A switch that fails raises and
     leaves network, optimizers, schedulers and strategy as they were. With manual optimization gradients that were
@@ -123,6 +126,7 @@ class SpectralFactorization(Callback):
         self.report: FactorizationReport | None = None
         self.measured: dict[str, float] = {}
         self._due, self._training, self._following = False, False, None
+        self._weights: list[nn.Parameter] = []  # those to become factors, until optimizers are known to be fit
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -141,12 +145,12 @@ class SpectralFactorization(Callback):
             say = rank_zero_info if trainer.ckpt_path else rank_zero_warn
             say(f"SpectralFactorization has nothing to do: {len(maps)} weights have factors already.")
             return
-        check_layers(pl_module, self.skip, self.overrides, self.settings)
+        self._weights = check_layers(pl_module, self.skip, self.overrides, self.settings)
+        check_optimizers(trainer, type(self).__name__, self._weights, self.moments)
         self._due = True
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        check_optimizers(trainer, type(self).__name__)
         self._step = self.at_step
         if self.at_fraction is not None:
             total = trainer.estimated_stepping_batches
@@ -164,11 +168,14 @@ class SpectralFactorization(Callback):
     ) -> None:
         if not self._due:
             return
+        if self._weights and trainer.global_step > 0:  # now optimizers have states, and show what they keep
+            check_optimizers(trainer, type(self).__name__, self._weights, self.moments)
+            self._weights = []
         at = trainer.global_step >= self._step if self.at_epoch is None else trainer.current_epoch >= self.at_epoch
         if at:
             before = loss_of(trainer, pl_module, batch, batch_idx) if self.measure_loss else None
             self._switch(trainer, pl_module)
-            self._due = False
+            self._due, self._weights = False, []
             after = loss_of(trainer, pl_module, batch, batch_idx) if self.measure_loss else None
             self._log(trainer, before, after)
 

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from lightning_symmetry.low_rank.attention import DenseProjection, LowRankMultiheadAttention
+from lightning_symmetry.low_rank.attention import LowRankMultiheadAttention
 from lightning_symmetry.low_rank.candidates import is_factorized
 from lightning_symmetry.low_rank.layer import LowRankMap
+from lightning_symmetry.low_rank.projections import DenseProjection
 from lightning_symmetry.surgery.factor_moments import factor_direction, factor_gradient, factor_squares
 from lightning_symmetry.surgery.handover import Replacement, Substitution
 from lightning_symmetry.surgery.optimizer_states import MomentMap
@@ -38,11 +39,10 @@ def replacements_between(before: dict[str, nn.Module], net: nn.Module) -> list[R
 
 def _substitutions(old: nn.Module, new: nn.Module) -> list[Substitution]:
     if not isinstance(new, LowRankMultiheadAttention):
-        scheme = {"scheme": new.scheme} if new.left.ndim == 4 else {}
         groups = getattr(new, "groups", 1)
 
         def matrices(moment: Tensor) -> Tensor:
-            return type(new).matrices_of(SimpleNamespace(weight=moment, groups=groups), **scheme)
+            return type(new).matrices_of(SimpleNamespace(weight=moment, groups=groups), **new.settings)
 
         return [Substitution(old.weight, (new.left, new.right), _OfFactors(new, matrices))]
     parts = new.projections()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -13,47 +13,16 @@ from typing_extensions import Self
 from lightning_symmetry.low_rank.attention_masks import additive, extend, merge
 from lightning_symmetry.low_rank.decomposition import Decomposition
 from lightning_symmetry.low_rank.initialisation import Init, initial_factors, layer_generator
-from lightning_symmetry.low_rank.layer import MatrixMap
-from lightning_symmetry.low_rank.rank import Rank, choose_rank, is_worthwhile
+from lightning_symmetry.low_rank.projections import (
+    PROJECTIONS,
+    DenseProjection,
+    LowRankProjection,
+    biases_of,
+    projection_rank,
+    projections_of,
+)
+from lightning_symmetry.low_rank.rank import Rank
 from lightning_symmetry.surgery import ReparametrizedLayer
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
-
-
-class LowRankProjection(MatrixMap):
-    """A linear map without bias, of shape ``(N, M)``: ``left`` is U, ``(N, r)``; ``right`` is V, ``(M, r)``."""
-
-    def __init__(self, left: Tensor, right: Tensor, like: nn.Parameter) -> None:
-        super().__init__()
-        self.set_factors(left, right, like)
-
-    def forward(self, input: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Map ``(..., M)`` to ``(..., N)``."""
-        return F.linear(input @ self.right, self.left, bias)
-
-    def extra_repr(self) -> str:
-        """Describe sizes and rank."""
-        return f"{len(self.right)}, {len(self.left)}, rank={self.rank}"
-
-
-class DenseProjection(nn.Module):
-    """A linear map without bias that is not factorised; ``weight`` has the shape ``(N, M)``."""
-
-    def __init__(self, weight: Tensor, like: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight.detach().clone(), requires_grad=like.requires_grad)
-
-    def canonical_weight(self) -> Tensor:
-        """Return the weight."""
-        return self.weight
-
-    def forward(self, input: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Map ``(..., M)`` to ``(..., N)``."""
-        return F.linear(input, self.weight, bias)
-
-    def extra_repr(self) -> str:
-        """Describe sizes."""
-        return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
 
 
 class LowRankMultiheadAttention(ReparametrizedLayer):
@@ -107,22 +76,52 @@ class LowRankMultiheadAttention(ReparametrizedLayer):
         Raises:
             ValueError: If the rank does not fit, the initialisation does not exist, or a weight is not finite.
         """
+        generator = layer_generator(seed, name)
+
+        def project(weight: Tensor, variance: float, like: nn.Parameter) -> LowRankProjection | DenseProjection:
+            decomposition = Decomposition(weight.unsqueeze(0))
+            number = projection_rank(decomposition, rank, min_saving)
+            if not number:
+                return DenseProjection(weight, like)
+            precision = torch.finfo(weight.dtype).eps
+            return LowRankProjection(
+                *initial_factors(decomposition, number, init, variance, generator, precision), like
+            )
+
+        return cls._with({key: project(*found) for key, found in projections_of(layer).items()}, layer)
+
+    @classmethod
+    def of_ranks(cls, layer: nn.MultiheadAttention, ranks: Mapping[str, int]) -> Self:
+        """Build the module from the plain one, whose biases it takes over, with factors that are zero.
+
+        Args:
+            layer: The plain module; it is not changed.
+            ranks: The rank of each of the four projections by name; 0 for one that stays dense and keeps its weight.
+
+        Raises:
+            ValueError: If a projection has no rank.
+        """
+        if missing := [key for key in PROJECTIONS if key not in ranks]:
+            raise ValueError(f"Expected a rank for each projection but there is none for {', '.join(missing)}.")
+
+        def project(key: str, weight: Tensor, like: nn.Parameter) -> LowRankProjection | DenseProjection:
+            if not ranks[key]:
+                return DenseProjection(weight, like)
+            return LowRankProjection(*(weight.new_zeros(1, size, ranks[key]) for size in weight.shape), like)
+
+        found = projections_of(layer).items()
+        return cls._with({key: project(key, weight, like) for key, (weight, _, like) in found}, layer)
+
+    @classmethod
+    def _with(cls, projections: Mapping[str, nn.Module], layer: nn.MultiheadAttention) -> Self:
+        """Build the module from its projections and from what else the plain one has."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         for setting in ("embed_dim", "kdim", "vdim", "num_heads", "dropout", "batch_first", "head_dim"):
             setattr(self, setting, getattr(layer, setting))
         self.add_zero_attn, self._qkv_same_embed_dim = layer.add_zero_attn, layer._qkv_same_embed_dim
-        generator = layer_generator(seed, name)
-        for key, (weight, variance, like) in projections_of(layer).items():
-            decomposition = Decomposition(weight.unsqueeze(0))
-            beyond = isinstance(rank, int) and rank > decomposition.full_rank and min_saving >= 0
-            number = decomposition.full_rank if beyond else choose_rank(rank, decomposition)
-            if is_worthwhile(number, *weight.shape, min_saving):
-                precision = torch.finfo(weight.dtype).eps
-                factors = initial_factors(decomposition, number, init, variance, generator, precision)
-                self.add_module(key, LowRankProjection(*factors, like))
-            else:
-                self.add_module(key, DenseProjection(weight, like))
+        for key, projection in projections.items():
+            self.add_module(key, projection)
         self.register_parameter("in_proj_bias", layer.in_proj_bias)
         self.register_parameter("out_proj_bias", layer.out_proj.bias)
         self.register_parameter("bias_k", layer.bias_k)
@@ -194,8 +193,10 @@ class LowRankMultiheadAttention(ReparametrizedLayer):
         """Attend; arguments, shapes and results are those of ``nn.MultiheadAttention``.
 
         Raises:
-            ValueError: If ``is_causal`` comes without the ``attn_mask`` that it describes.
+            ValueError: If ``is_causal`` comes without the ``attn_mask`` that it describes, or a tensor is nested.
         """
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ValueError(f"{type(self).__name__} takes no nested tensors: pad them and give `key_padding_mask`.")
         if is_causal and attn_mask is None:
             raise ValueError("`is_causal` is a hint about `attn_mask` and needs it.")
         batched = query.ndim == 3
@@ -244,22 +245,3 @@ def _append(sequence: Tensor, row: Tensor | int) -> Tensor:
     if isinstance(row, int):
         return F.pad(sequence, (0, 0, 0, 1))
     return torch.cat([sequence, row.to(sequence.dtype).expand(len(sequence), -1, -1)], 1)
-
-
-def biases_of(module: Any) -> tuple[nn.Parameter | None, ...]:
-    """Return the biases of an attention module, plain or factorised."""
-    out = module.out_proj.bias if isinstance(module, nn.MultiheadAttention) else module.out_proj_bias
-    return module.in_proj_bias, out, module.bias_k, module.bias_v
-
-
-def projections_of(layer: nn.MultiheadAttention) -> dict[str, tuple[Tensor, float, nn.Parameter]]:
-    """Return the weight of each projection, the variance of its usual initialisation, and its parameter."""
-    size = layer.embed_dim
-    if layer.in_proj_weight is not None:
-        parts = layer.in_proj_weight.detach().chunk(3)
-        found = {key: (part, 0.5 / size, layer.in_proj_weight) for key, part in zip(PROJECTIONS, parts, strict=False)}
-    else:
-        weights = layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight
-        found = {key: (w.detach(), 2 / sum(w.shape), w) for key, w in zip(PROJECTIONS, weights, strict=False)}
-    out = layer.out_proj.weight
-    return {**found, "out_proj": (out.detach(), 1 / (3 * size), out)}

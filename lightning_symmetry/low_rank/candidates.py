@@ -7,11 +7,12 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lightning_symmetry.low_rank.attention import LowRankMultiheadAttention, projections_of
+from lightning_symmetry.low_rank.attention import LowRankMultiheadAttention
 from lightning_symmetry.low_rank.conv import LowRankConv1d, LowRankConv2d
 from lightning_symmetry.low_rank.embedding import LowRankEmbedding
 from lightning_symmetry.low_rank.layer import LowRankLayer
 from lightning_symmetry.low_rank.linear import LowRankLinear
+from lightning_symmetry.low_rank.projections import projections_of
 from lightning_symmetry.surgery import (
     OTHER_MAPS,
     HasConstants,

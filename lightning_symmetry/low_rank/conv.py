@@ -61,6 +61,7 @@ class LowRankConv2d(LowRankLayer):
         ValueError: If the rank is beyond the smaller side of the matrix, or there is no such scheme.
     """
 
+    settings_names = ("scheme",)
     _plain: type[nn.Conv1d] | type[nn.Conv2d] = nn.Conv2d
 
     def __init__(
@@ -175,4 +176,5 @@ class LowRankConv2d(LowRankLayer):
 class LowRankConv1d(LowRankConv2d):
     """One-dimensional convolution with a factorised kernel, in the scheme ``"kxk-1x1"``; see :class:`LowRankConv2d`."""
 
+    settings_names = ()
     _plain = nn.Conv1d

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_symmetry.low_rank.attention import LowRankMultiheadAttention, LowRankProjection, projections_of
+from lightning_symmetry.low_rank.attention import LowRankMultiheadAttention
 from lightning_symmetry.low_rank.candidates import LAYERS
 from lightning_symmetry.low_rank.decomposition import Decomposition, DecompositionError
-from lightning_symmetry.low_rank.initialisation import initial_factors, layer_generator, usual_variance
 from lightning_symmetry.low_rank.layer import LowRankLayer
+from lightning_symmetry.low_rank.projections import LowRankProjection, projection_rank, projections_of
 from lightning_symmetry.low_rank.rank import Rank, break_even, choose_rank, is_worthwhile, saving
 from lightning_symmetry.low_rank.report import FactorizedLayer
 
@@ -48,8 +48,8 @@ def convert(layer: nn.Module, name: str, seed: int, settings: dict[str, Any]) ->
 
 
 def settings_of(layer: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a kind of layer has beside rank and initialisation."""
-    return {"scheme": settings["scheme"]} if type(layer) is nn.Conv2d else {}
+    """Return the settings that what becomes of a plain layer is built with beside its factors."""
+    return {name: settings[name] for name in LAYERS[type(layer)].settings_names}
 
 
 @torch.no_grad()
@@ -66,8 +66,7 @@ def what_became(layer: nn.Module, new: NewLayer, multiply_adds: tuple[float, flo
         parts = {key: part for key, part in new.projections().items() if isinstance(part, LowRankProjection)}
         sizes = sum(w.numel() for w in wanted.values()), sum(p.numel() for m in new.children() for p in m.parameters())
     else:
-        scheme = {"scheme": new.scheme} if type(layer) is nn.Conv2d else {}
-        wanted, parts = {"": type(new).matrices_of(layer, **scheme)}, {"": new}
+        wanted, parts = {"": type(new).matrices_of(layer, **new.settings)}, {"": new}
         sizes = new.dense_size, new.left.numel() + new.right.numel()
     lost = sum(_squared_error(wanted[key], *part.factors()) for key, part in parts.items())
     whole = sum(float(weight.double().square().sum()) for weight in wanted.values())
@@ -79,35 +78,57 @@ def _squared_error(matrices: Tensor, left: Tensor, right: Tensor) -> float:
     return float((matrices.double() - left.double() @ right.double().mT).square().sum())
 
 
+def check_saving_by_shape(layer: nn.Module, settings: dict[str, Any]) -> None:
+    """Check that the factors of a plain layer would save enough, unless their rank depends on singular values.
+
+    Args:
+        layer: The layer.
+        settings: As for :func:`convert`.
+
+    Raises:
+        NotWorthwhile: If they would not.
+    """
+    rank, min_saving = settings["rank"], settings["min_saving"]
+    if isinstance(rank, str):
+        return
+    if not isinstance(layer, nn.MultiheadAttention):
+        matrices = LAYERS[type(layer)].matrices_of(layer, **settings_of(layer, settings))
+        _worthwhile_rank(Decomposition(matrices), rank, min_saving)
+        return
+    weights = [weight.unsqueeze(0) for weight, _, _ in projections_of(layer).values()]
+    try:
+        ranks = [projection_rank(Decomposition(weight), rank, min_saving) for weight in weights]
+    except ValueError as error:  # beyond the full rank
+        raise NotWorthwhile(str(error)) from error
+    if not any(ranks):
+        raise _saves_too_little(layer, rank)
+
+
 def _convert_layer(layer: nn.Module, name: str, seed: int, settings: dict[str, Any]) -> LowRankLayer:
     kind, own = LAYERS[type(layer)], settings_of(layer, settings)
     decomposition = Decomposition(kind.matrices_of(layer, **own))
     _check_not_zero(settings["init"], layer.weight)
     rank = _worthwhile_rank(decomposition, settings["rank"], settings["min_saving"])
-    precision = torch.finfo(layer.weight.dtype).eps
-    generator = layer_generator(seed, name)
-    factors = initial_factors(decomposition, rank, settings["init"], usual_variance(layer), generator, precision)
-    return kind.from_factors(layer, *factors, **own)
+    return kind.from_decomposition(layer, decomposition, rank, settings["init"], seed, name, **own)
 
 
 def _convert_attention(
     layer: nn.MultiheadAttention, name: str, seed: int, settings: dict[str, Any]
 ) -> LowRankMultiheadAttention:
-    weights = [weight for weight, _, _ in projections_of(layer).values()]
-    _check_not_zero(settings["init"], *weights)
+    _check_not_zero(settings["init"], *(weight for weight, _, _ in projections_of(layer).values()))
+    check_saving_by_shape(layer, settings)
     rank, min_saving = settings["rank"], settings["min_saving"]
-    try:
-        new = LowRankMultiheadAttention.from_layer(
-            layer, rank, settings["init"], seed=seed, name=name, min_saving=min_saving
-        )
-    except DecompositionError:
-        raise
-    except ValueError as error:  # beyond the full rank
-        raise NotWorthwhile(str(error)) from error
+    new = LowRankMultiheadAttention.from_layer(
+        layer, rank, settings["init"], seed=seed, name=name, min_saving=min_saving
+    )
     if not any(isinstance(part, LowRankProjection) for part in new.children()):
-        lowest = min(break_even(*weight.shape) for weight in weights)
-        raise NotWorthwhile(f"rank {rank} saves too little in all of its projections, with break-even at {lowest:g}")
+        raise _saves_too_little(layer, rank)
     return new
+
+
+def _saves_too_little(layer: nn.MultiheadAttention, rank: Rank) -> NotWorthwhile:
+    lowest = min(break_even(*weight.shape) for weight, _, _ in projections_of(layer).values())
+    return NotWorthwhile(f"rank {rank} saves too little in all of its projections, with break-even at {lowest:g}")
 
 
 def _worthwhile_rank(decomposition: Decomposition, rank: Rank, min_saving: float) -> int:

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_symmetry.low_rank.attention import PROJECTIONS, LowRankMultiheadAttention
+from lightning_symmetry.low_rank.attention import LowRankMultiheadAttention
 from lightning_symmetry.low_rank.conv import LowRankConv2d
 from lightning_symmetry.low_rank.embedding import LowRankEmbedding
+from lightning_symmetry.low_rank.projections import PROJECTIONS
 from lightning_symmetry.surgery import call, evaluating, without_attention_fast_path
 
 Shape = tuple[int, ...]

@@ -1,13 +1,14 @@
-"""Weight decay of factorised layers."""
+"""Weight decay of factorised layers, and of others by the norm that these have."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from lightning_symmetry.low_rank.attention import LowRankMultiheadAttention
 from lightning_symmetry.low_rank.layer import LowRankMap
+from lightning_symmetry.low_rank.projections import DenseProjection
+from lightning_symmetry.surgery import ReparametrizedLayer
 
 
 def low_rank_maps(net: nn.Module) -> dict[str, LowRankMap]:
@@ -22,24 +23,64 @@ def low_rank_maps(net: nn.Module) -> dict[str, LowRankMap]:
     return dict(found.values())
 
 
-def frobenius_decay(net: nn.Module, weight: float) -> Tensor:
+Part = LowRankMap | ReparametrizedLayer | nn.Parameter
+"""What has one penalty: a factorised map, a layer in other coordinates, or the weight of a plain layer."""
+
+_PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding, nn.MultiheadAttention, DenseProjection)
+_WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def decayed_parts(net: nn.Module, dense: bool = False) -> dict[str, Part]:
+    """Return what Frobenius decay acts on by name, each once, also where layers are tied.
+
+    Those are the factorised maps. With ``dense`` the weights of ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d``,
+    ``nn.Embedding`` and the projections of ``nn.MultiheadAttention`` come with them, and layers in other coordinates,
+    such as those with fixed entries: what is penalised there is their canonical weight, and its gradient reaches what
+    is trained. A weight that is parametrised by ``torch.nn.utils.parametrize``, and those of layers of other kinds,
+    have no part in it.
+
+    Args:
+        net: The network.
+        dense: Whether weights without factors are decayed too.
+    """
+    parts: dict[str, Part] = dict(low_rank_maps(net))
+    return {**parts, **_dense_parts(net)} if dense else parts
+
+
+def _dense_parts(net: nn.Module) -> dict[str, Part]:
+    found: dict[int, tuple[str, Part]] = {}
+    for name, module in net.named_modules():
+        if isinstance(module, LowRankMap | LowRankMultiheadAttention):
+            continue
+        if isinstance(module, ReparametrizedLayer):
+            found.setdefault(id(module._parameters.get("weight", module)), (name, module))
+        elif isinstance(module, _PLAIN):
+            for key in _WEIGHTS:
+                if (parameter := module._parameters.get(key)) is not None:
+                    found.setdefault(id(parameter), (f"{name}.{key}".lstrip("."), parameter))
+    return dict(found.values())
+
+
+def frobenius_decay(net: nn.Module, weight: float, dense: bool = False) -> Tensor:
     r"""Return the penalty on the products, to add to a loss.
 
     .. math:: \frac{\lambda}{2} \sum_l \|U_l V_l^\top\|_F^2
         = \frac{\lambda}{2} \sum_l \operatorname{tr}\left((U_l^\top U_l)(V_l^\top V_l)\right)
 
-    Products are not formed: r (r + 1) (N + M) multiply-adds a layer. Layers without factors have no part in it.
+    Products are not formed: r (r + 1) (N + M) multiply-adds a layer. With ``dense`` layers without factors have the
+    same penalty, :math:`\frac{\lambda}{2} \|W\|_F^2`, see :func:`decayed_parts`.
 
     Args:
         net: The network.
         weight: :math:`\lambda`.
+        dense: Whether weights without factors are penalised too.
 
     Raises:
-        ValueError: If the network has no factorised layers.
+        ValueError: If the network has nothing to penalise.
 
     Source: Exploring Low Rank Training of Deep Neural Networks (2022), section 3.3.
     """
-    return weight / 2 * _total(net, _squared_norm)
+    return weight / 2 * _sum([_squared_norm(part) for part in _parts(net, dense)])
 
 
 def l2_decay(net: nn.Module, weight: float) -> Tensor:
@@ -57,72 +98,112 @@ def l2_decay(net: nn.Module, weight: float) -> Tensor:
 
     Source: Exploring Low Rank Training of Deep Neural Networks (2022), section 3.3.
     """
-    return weight / 2 * _total(net, lambda layer: layer.left.square().sum() + layer.right.square().sum())
+    return weight / 2 * _sum([part.left.square().sum() + part.right.square().sum() for part in _parts(net)])
 
 
 @torch.no_grad()
-def add_frobenius_decay_(net: nn.Module, weight: float) -> None:
+def add_frobenius_decay_(net: nn.Module, weight: float, dense: bool = False) -> None:
     r"""Add the gradients of :func:`frobenius_decay` to ``grad``, before an optimizer's step.
 
-    .. math:: G_U \mathrel{+}= \lambda U (V^\top V), \qquad G_V \mathrel{+}= \lambda V (U^\top U)
+    .. math:: G_U \mathrel{+}= \lambda U (V^\top V), \qquad G_V \mathrel{+}= \lambda V (U^\top U), \qquad
+        G_W \mathrel{+}= \lambda W
 
-    This is coupled decay, as the ``weight_decay`` of ``torch.optim.SGD``: momentum and Adam's moments see it. Factors
-    without a gradient are left alone, as optimizers leave them.
+    This is coupled decay, as the ``weight_decay`` of ``torch.optim.SGD``: momentum and Adam's moments see it.
+    Parameters without a gradient are left alone, as optimizers leave them.
 
     Args:
         net: The network, after ``backward``.
         weight: :math:`\lambda`.
+        dense: Whether weights without factors are decayed too.
 
     Raises:
-        ValueError: If the network has no factorised layers.
+        ValueError: If the network has nothing to decay, or a gradient is sparse.
     """
-    for parameter, direction in _directions(net):
-        if parameter.grad is not None:
-            parameter.grad.add_(direction.to(parameter.grad), alpha=weight)
+    for part in _parts(net, dense):
+        for parameter, direction in directions(part):
+            add_to_gradient_(parameter, direction, weight)
 
 
 @torch.no_grad()
-def decay_factors_(net: nn.Module, amount: float) -> None:
+def decay_factors_(net: nn.Module, amount: float, dense: bool = False) -> None:
     r"""Decay the factors themselves, as AdamW decays weights.
 
-    .. math:: U \leftarrow U - \eta\lambda\, U (V^\top V), \qquad V \leftarrow V - \eta\lambda\, V (U^\top U)
+    .. math:: U \leftarrow U - \eta\lambda\, U (V^\top V), \qquad V \leftarrow V - \eta\lambda\, V (U^\top U),
+        \qquad W \leftarrow W - \eta\lambda\, W
 
-    Both sides take the values before. No moment of an optimizer sees it. Frozen factors are left alone.
+    Both sides take the values before. No moment of an optimizer sees it. Frozen parameters are left alone.
 
     Args:
         net: The network.
         amount: :math:`\eta\lambda`, the learning rate times the weight.
+        dense: Whether weights without factors are decayed too.
 
     Raises:
-        ValueError: If the network has no factorised layers.
+        ValueError: If the network has nothing to decay.
     """
-    for parameter, direction in _directions(net):
-        if parameter.requires_grad:
-            parameter.sub_(direction, alpha=amount)
+    for part in _parts(net, dense):
+        for parameter, direction in directions(part):
+            decay_(parameter, direction, amount)
 
 
-def _total(net: nn.Module, norm: Callable[[LowRankMap], Tensor]) -> Tensor:
-    """Return the sum over the layers, on the device of the first one."""
-    layers = _layers(net)
-    return torch.stack([norm(layer).to(layers[0].left.device) for layer in layers]).sum()
+def directions(part: Part) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return the parameters of a part, each with the gradient of half the squared norm of the matrix.
+
+    Args:
+        part: One of :func:`decayed_parts`.
+    """
+    if isinstance(part, nn.Parameter):
+        return [(part, part.detach())]
+    if isinstance(part, LowRankMap):
+        left, right = (factor.detach() for factor in part.factors())
+        packed = part.pack(left @ (right.mT @ right), right @ (left.mT @ left))
+        return list(zip((part.left, part.right), packed, strict=True))
+    parameters = [parameter for parameter in part.parameters(recurse=False) if parameter.requires_grad]
+    if not parameters:
+        return []
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(_squared_norm(part) / 2, parameters, allow_unused=True)
+    return [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
 
 
-def _squared_norm(layer: LowRankMap) -> Tensor:
-    with torch.autocast(layer.left.device.type, enabled=False):
-        left, right = layer.factors()
-        return ((left.mT @ left) * (right.mT @ right)).sum()
+@torch.no_grad()
+def add_to_gradient_(parameter: nn.Parameter, direction: Tensor, weight: float) -> None:
+    """Add a multiple of a direction to a parameter's gradient, if it has one.
+
+    Raises:
+        ValueError: If the gradient is sparse.
+    """
+    if parameter.grad is None:
+        return
+    if parameter.grad.is_sparse:
+        raise ValueError("A sparse gradient takes no coupled decay, which is dense: decay the parameters themselves.")
+    parameter.grad.add_(direction.to(parameter.grad), alpha=weight)
 
 
-def _directions(net: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield each factor with U (V^T V) or V (U^T U), laid out as the factor is."""
-    for layer in _layers(net):
-        left, right = layer.factors()
-        packed = layer.pack(left @ (right.mT @ right), right @ (left.mT @ left))
-        yield from zip((layer.left, layer.right), packed, strict=True)
+@torch.no_grad()
+def decay_(parameter: nn.Parameter, direction: Tensor, amount: float) -> None:
+    """Subtract a multiple of a direction from a parameter that is trained."""
+    if parameter.requires_grad:
+        parameter.sub_(direction, alpha=amount)
 
 
-def _layers(net: nn.Module) -> list[LowRankMap]:
-    layers = list(low_rank_maps(net).values())
-    if not layers:
-        raise ValueError(f"{type(net).__name__} has no factorised layers to decay: call factorize(net) first.")
-    return layers
+def _sum(terms: list[Tensor]) -> Tensor:
+    """Return the sum, on the device of the first term."""
+    return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+
+
+def _squared_norm(part: Part) -> Tensor:
+    device = part.device if isinstance(part, nn.Parameter) else next(part.parameters()).device
+    with torch.autocast(device.type, enabled=False):
+        if isinstance(part, LowRankMap):
+            left, right = part.factors()
+            return ((left.mT @ left) * (right.mT @ right)).sum()
+        return (part if isinstance(part, nn.Parameter) else part.canonical_weight()).square().sum()
+
+
+def _parts(net: nn.Module, dense: bool = False) -> list[Part]:
+    parts = list(decayed_parts(net, dense).values())
+    if not parts:
+        what = "weights to decay" if dense else "factorised layers to decay: call factorize(net) first"
+        raise ValueError(f"{type(net).__name__} has no {what}.")
+    return parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -10,28 +9,15 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_symmetry.low_rank.candidates import (
-    LAYERS,
-    find_layers,
-    is_asymmetric,
-    plain,
-    tied_weights,
-    why_left_alone,
-)
-from lightning_symmetry.low_rank.conv import Scheme, check_scheme
+from lightning_symmetry.low_rank.candidates import LAYERS, is_asymmetric, plain
+from lightning_symmetry.low_rank.conv import Scheme
 from lightning_symmetry.low_rank.convert import LeftAlone, NewLayer, NotWorthwhile, convert, settings_of, what_became
-from lightning_symmetry.low_rank.cost import (
-    Call,
-    batch_size,
-    dense_multiply_adds,
-    factored_multiply_adds,
-    one_position,
-    watch_calls,
-)
-from lightning_symmetry.low_rank.initialisation import Init, check_init
-from lightning_symmetry.low_rank.rank import Rank, check_rank
+from lightning_symmetry.low_rank.cost import batch_size, dense_multiply_adds, factored_multiply_adds, one_position
+from lightning_symmetry.low_rank.initialisation import Init
+from lightning_symmetry.low_rank.plan import Plan, make_plan
+from lightning_symmetry.low_rank.rank import Rank
 from lightning_symmetry.low_rank.report import FactorizationReport
-from lightning_symmetry.surgery import match_patterns, module_names, replace_modules, settings_for
+from lightning_symmetry.surgery import module_names, replace_modules
 
 NetT = TypeVar("NetT", bound=nn.Module)
 
@@ -90,50 +76,28 @@ def factorize(
     Source: Exploring Low Rank Training of Deep Neural Networks (2022), sections 2 and 3.
     """
     defaults = {"rank": rank, "init": init, "scheme": scheme, "min_saving": min_saving}
-    overrides = overrides or {}
-    layers = find_layers(net)
-    skipped = match_patterns(layers, skip, "skip")
-    chosen = dict(settings_for(layers, defaults, overrides))
-    for settings in (defaults, *chosen.values()):
-        _check_settings(**settings)
-    ties = tied_weights(net, layers)
-    reasons = why_left_alone(net, layers, ties)
-    calls: dict[str, list[Call]] | None = None
-    if example_input is not None:
-        calls = watch_calls(net, {name: m for name, m in layers.items() if name not in reasons}, example_input)
-        for name in layers.keys() - calls.keys():
-            reasons.setdefault(name, "it is not called with the example input")
-    excluded = {name for name in layers if skipped[name]}
-    _spread(reasons, excluded, ties)
-    new, unsaved = _convert_all(layers, chosen, {*reasons, *excluded}, ties, overrides, seed)
-    reasons |= {name: str(why) for name, why in unsaved.items()} | dict.fromkeys(excluded, "skipped")
-    report = _report(net, layers, new, reasons, ties, calls, batch_size(example_input))
+    plan = make_plan(net, defaults, skip, overrides, example_input)
+    new, unsaved = _convert_all(plan, seed)
+    reasons = {**plan.reasons, **{n: str(why) for n, why in unsaved.items()}, **dict.fromkeys(plan.skipped, "skipped")}
+    report = _report(net, plan, new, reasons, batch_size(example_input))
     if not report.changed:
         raise ValueError(f"factorize found nothing to convert in {type(net).__name__}.\n{report}")
-    expected = {*excluded, *(name for name, why in unsaved.items() if isinstance(why, NotWorthwhile))}
-    if unexpected := {name: why for name, why in reasons.items() if name not in expected}:
-        listed = "; ".join(f"{name} ({reason})" for name, reason in unexpected.items())
-        warnings.warn(f"factorize left {len(unexpected)} layer(s) alone: {listed}.", stacklevel=2)
+    not_worthwhile = {name for name, why in unsaved.items() if isinstance(why, NotWorthwhile)}
+    report.warn_left_alone(expected=plan.skipped | not_worthwhile)
     before, names = _num_parameters(net), module_names(net)
-    replace_modules(net, {place: new[name] for name in new for place in names[layers[name]]})
+    replace_modules(net, {place: new[name] for name in new for place in names[plan.layers[name]]})
     report.parameters = before, _num_parameters(net)
     net.factorization_report = report
     return net
 
 
 def _report(
-    net: nn.Module,
-    layers: Mapping[str, nn.Module],
-    new: Mapping[str, NewLayer],
-    reasons: Mapping[str, str],
-    ties: Mapping[str, list[str]],
-    calls: Mapping[str, list[Call]] | None,
-    size: int,
+    net: nn.Module, plan: Plan, new: Mapping[str, NewLayer], reasons: Mapping[str, str], size: int
 ) -> FactorizationReport:
     """Write down what becomes of each layer; ``size`` is the number of samples of the calls."""
-    names = module_names(net)
+    names, calls, ties = module_names(net), plan.calls, plan.ties
     report = FactorizationReport("factorize", unit="position" if calls is None else "sample")
-    for name, module in layers.items():
+    for name, module in plan.layers.items():
         kind = type(module).__name__
         if name not in new:
             report.add(name, kind, False, reasons[name])
@@ -154,53 +118,25 @@ def _report(
     return report
 
 
-def _check_settings(rank: Rank, init: str, scheme: str, min_saving: float) -> None:
-    check_rank(rank)
-    check_init(init)
-    check_scheme(scheme)
-    if not min_saving < 1:
-        raise ValueError(f"Expected `min_saving` to be a share of the parameters, below 1, but got {min_saving}.")
-
-
-def _spread(reasons: dict[str, str], skipped: set[str], ties: Mapping[str, list[str]]) -> None:
-    """Leave layers alone that are tied to one that is left alone."""
-    for name, group in ties.items():
-        left_alone = [tied for tied in group if tied in reasons or tied in skipped]
-        if left_alone and name not in left_alone:
-            reasons[name] = f"its weight is tied to {left_alone[0]}, which is left alone"
-
-
-def _convert_all(
-    layers: Mapping[str, nn.Module],
-    chosen: Mapping[str, dict[str, Any]],
-    excluded: set[str],
-    ties: Mapping[str, list[str]],
-    overrides: Mapping[str, Mapping[str, Any]],
-    seed: int,
-) -> tuple[dict[str, NewLayer], dict[str, LeftAlone]]:
+def _convert_all(plan: Plan, seed: int) -> tuple[dict[str, NewLayer], dict[str, LeftAlone]]:
     """Return the new layers by name, and why others stay as they are."""
     new: dict[str, NewLayer] = {}
     unsaved: dict[str, LeftAlone] = {}
-    for name, module in layers.items():
-        if name in excluded:
-            continue
-        first = ties.get(name, [name])[0]
-        if chosen[name] != chosen[first]:
-            raise ValueError(f"{first} and {name} have the same weight, so that they need the same settings.")
+    for name, module in plan.candidates().items():
+        first = plan.ties.get(name, [name])[0]
         if first in unsaved:
             unsaved[name] = unsaved[first]
             continue
-        layer = plain(module)
+        layer, settings = plain(module), plan.settings[name]
         if first != name:
             leader = new[first]
-            new[name] = LAYERS[type(layer)].from_factors(layer, *leader.factors(), **settings_of(layer, chosen[name]))
+            new[name] = LAYERS[type(layer)].from_factors(layer, *leader.factors(), **settings_of(layer, settings))
             new[name].left, new[name].right = leader.left, leader.right
             continue
         try:
-            new[name] = convert(layer, name, seed, chosen[name])
+            new[name] = convert(layer, name, seed, settings)
         except NotWorthwhile as reason:
-            if isinstance(overrides.get(name, {}).get("rank"), int):
-                raise ValueError(f"Layer {name!r}: {reason}. Give `min_saving=-1` to have it anyway.") from reason
+            plan.check_asked_for(name, reason)
             unsaved[name] = reason
         except LeftAlone as reason:
             unsaved[name] = reason

@@ -33,6 +33,18 @@ class LowRankMap(nn.Module):
         """Return U and V as matrices, of shape ``(G, N, r)`` and ``(G, M, r)``, differentiable in the parameters."""
 
     @abstractmethod
+    def canonical_weight(self) -> Tensor:
+        """Return the weight that the plain layer would have, the product, differentiable in the factors."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The canonical weight, for code that reads it: ``F.linear(hidden, embedding.weight)``, ``weight.dtype``.
+
+        Each time a new tensor, the product being formed, and no parameter: what is written into it is lost.
+        """
+        return self.canonical_weight()
+
+    @abstractmethod
     def pack(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return matrices U and V, as :meth:`factors` gives them, in the shapes of the parameters."""
 
@@ -78,6 +90,9 @@ class LowRankLayer(LowRankMap, ReparametrizedLayer):
     Source: Exploring Low Rank Training of Deep Neural Networks (2022), section 2.
     """
 
+    settings_names: tuple[str, ...] = ()
+    """Names of what a layer is built with beside its factors."""
+
     bias: nn.Parameter | None
     _dense: int
 
@@ -109,10 +124,35 @@ class LowRankLayer(LowRankMap, ReparametrizedLayer):
             ValueError: If the rank does not fit, the initialisation does not exist, or the weight is not finite.
         """
         decomposition = Decomposition(cls.matrices_of(layer, **settings))
-        number = choose_rank(rank, decomposition)
+        return cls.from_decomposition(
+            layer, decomposition, choose_rank(rank, decomposition), init, seed, name, **settings
+        )
+
+    @classmethod
+    def from_decomposition(
+        cls,
+        layer: nn.Module,
+        decomposition: Decomposition,
+        rank: int,
+        init: Init = "spectral",
+        seed: int = 0,
+        name: str = "",
+        **settings: Any,
+    ) -> Self:
+        """Build the layer from the plain one, whose bias it takes over, and the decomposition of its weight.
+
+        Args:
+            layer: The plain layer; it is not changed.
+            decomposition: That of its matrices.
+            rank: The number of columns of the factors.
+            init: Initialisation of the factors, as in :meth:`from_layer`.
+            seed: Seed of random factors.
+            name: Name of the layer in its network.
+            **settings: ``scheme``, for convolutions.
+        """
         precision = torch.finfo(layer.weight.dtype).eps
         generator = layer_generator(seed, name)
-        factors = initial_factors(decomposition, number, init, usual_variance(layer), generator, precision)
+        factors = initial_factors(decomposition, rank, init, usual_variance(layer), generator, precision)
         return cls.from_factors(layer, *factors, **settings)
 
     @classmethod
@@ -157,6 +197,11 @@ class LowRankLayer(LowRankMap, ReparametrizedLayer):
         """Note the number of entries of the product, and when it is cheaper to multiply the factors first."""
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What the layer was built with beside its factors, as :meth:`from_factors` takes it."""
+        return {name: getattr(self, name) for name in self.settings_names}
+
+    @property
     def dense_size(self) -> int:
         """Number of entries of the canonical weight."""
         return self._dense
@@ -164,10 +209,6 @@ class LowRankLayer(LowRankMap, ReparametrizedLayer):
     @abstractmethod
     def _empty(self, **factory: Any) -> nn.Module:
         """Return a plain layer of the same settings with parameters that are not initialised."""
-
-    @abstractmethod
-    def canonical_weight(self) -> Tensor:
-        """Return the weight that the plain layer would have, the product, differentiable in the factors."""
 
     @torch.no_grad()
     def to_layer(self) -> nn.Module:

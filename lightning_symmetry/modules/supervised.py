@@ -13,13 +13,16 @@ from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_symmetry.modules.low_rank_layout import LowRankLayoutMixin
+
 Split = Literal["train", "val", "test"]
 
 
-class SupervisedModule(pl.LightningModule):
+class SupervisedModule(LowRankLayoutMixin, pl.LightningModule):
     """Train a network on ``(input, target)`` batches, or on a graph with ``train_mask``, ``val_mask``, ``test_mask``.
 
-    Logs ``{train,val,test}/loss`` and each metric by epoch.
+    Logs ``{train,val,test}/loss`` and each metric by epoch. Checkpoints of a network with low-rank factors load into a
+    dense one and the other way (:class:`~lightning_symmetry.modules.LowRankLayoutMixin`).
 
     Args:
         net: The network. It is not stored in the checkpoint's hyper-parameters: give it to

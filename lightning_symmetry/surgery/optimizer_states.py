@@ -13,10 +13,22 @@ DIRECTIONS = ("momentum_buffer",)
 """States that are steps of the parameter up to a factor (SGD, RMSprop)."""
 
 MEANS = ("exp_avg", "grad_avg")
-"""States that are means of gradients (Adam and its kin, centred RMSprop)."""
+"""States that are means of gradients (Adam and its kin, centred RMSprop); Muon's ``momentum_buffer`` is one too."""
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 """States that are means or sums of squared gradients, entry by entry (Adam and its kin, RMSprop, Adagrad)."""
+
+SIZES = ("exp_inf",)
+"""States that are sizes of gradients, entry by entry: their squares are mapped as second moments (Adamax)."""
+
+AVERAGES = ("ax",)
+"""States that are averages of the parameter itself (ASGD)."""
+
+FACTORED = ("row_var", "col_var")
+"""Means of squared gradients over the last axis and over the one before it (Adafactor)."""
+
+WITHOUT_RULE: dict[type[Optimizer], str] = {torch.optim.Adadelta: "acc_delta", torch.optim.Rprop: "step_size"}
+"""Optimizers of which a state has no known form for other parameters: what it is of, are steps entry by entry."""
 
 
 class MomentMap(Protocol):
@@ -48,7 +60,9 @@ def carried_states(
     Directions, means and second moments are mapped; numbers of steps and other scalars are copied, each parameter
     getting tensors of its own, on the same device, so that ``fused``, ``foreach`` and ``capturable`` go on. Adam's
     means :math:`m_t, s_t` are biased towards zero, by :math:`1 - \beta_1^t` and :math:`1 - \beta_2^t`: second moments
-    are mapped with the bias taken out, and get it back.
+    are mapped with the bias taken out, and get it back. Of an average of the parameter it is the distance from the
+    parameter that is mapped, as a step, to first order. Adafactor's second moments are mapped as the matrix
+    :math:`s_{ij} = r_i c_j / \bar r` that it takes them for, and become rows and columns again.
 
     Args:
         optimizer: The optimizer.
@@ -58,29 +72,85 @@ def carried_states(
         moments: How moments become those of the new parameters.
 
     Raises:
-        UnknownStateError: If there is a state of the parameter's shape that has no rule.
+        UnknownStateError: If there is a state that has no rule.
     """
+    if (unknown := state_without_rule(optimizer, old)) is not None:
+        raise UnknownStateError(
+            f"{type(optimizer).__name__} keeps {unknown!r} of each entry of a weight, which has no known form for its "
+            "factors: use moments='reset'."
+        )
     state = optimizer.state.get(old, {})
     result: list[dict[str, Any]] = [{} for _ in new]
     for key, value in state.items():
-        values: Sequence[Any]
-        if not isinstance(value, Tensor) or value.ndim == 0 or value.shape != old.shape:
+        if key in FACTORED:
+            values = [_reduced(key, part) for part in moments.squares(_outer(state), None)]
+        elif not isinstance(value, Tensor) or value.numel() == 1:
             values = [value.clone() if isinstance(value, Tensor) else value for _ in new]
-        elif key in DIRECTIONS:
-            values = moments.direction(_exact(value))
-        elif key in MEANS:
-            values = moments.gradient(_exact(value))
-        elif key in SQUARES:
-            mean, correction = _mean_and_correction(group, state)
-            values = [part * correction for part in moments.squares(_exact(value) / correction, mean)]
         else:
-            raise UnknownStateError(
-                f"{type(optimizer).__name__} keeps {key!r} of each entry of a weight, which has no known form for its "
-                "factors: use moments='reset'."
-            )
+            values = _mapped(_kind(optimizer, key), group, state, key, old, new, moments)
         for one, parameter, part in zip(result, new, values, strict=True):
             one[key] = _like(part, value, parameter) if isinstance(value, Tensor) else part
     return result
+
+
+def state_without_rule(optimizer: Optimizer, parameter: nn.Parameter) -> str | None:
+    """Return the name of a state of a parameter that cannot be carried on to others; None if there is none.
+
+    Args:
+        optimizer: The optimizer; of those :data:`WITHOUT_RULE` it is known before they have states.
+        parameter: The parameter, which the optimizer holds.
+    """
+    for kind, key in WITHOUT_RULE.items():
+        if isinstance(optimizer, kind):
+            return key
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.numel() > 1:
+            if key not in FACTORED and (_kind(optimizer, key) is None or value.shape != parameter.shape):
+                return key
+        elif not (value is None or isinstance(value, Tensor | bool | int | float | str)):
+            return key
+    return None
+
+
+def _kind(optimizer: Optimizer, key: str) -> tuple[str, ...] | None:
+    """Return which kind of state it is; None if it is not known."""
+    if key == "momentum_buffer" and any(base.__name__ == "Muon" for base in type(optimizer).__mro__):
+        return MEANS  # its step is the nearest orthogonal matrix, whatever the scale
+    return next((kind for kind in (DIRECTIONS, MEANS, SQUARES, SIZES, AVERAGES) if key in kind), None)
+
+
+def _mapped(
+    kind: tuple[str, ...] | None,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    key: str,
+    old: nn.Parameter,
+    new: Sequence[nn.Parameter],
+    moments: MomentMap,
+) -> Sequence[Tensor]:
+    """Return a state of the old parameter's shape for each of the new ones."""
+    value = _exact(state[key])
+    if kind is DIRECTIONS:
+        return moments.direction(value)
+    if kind is MEANS:
+        return moments.gradient(value)
+    if kind is AVERAGES:
+        apart = moments.direction(value - _exact(old.detach()))
+        return [_exact(parameter.detach()) + part for parameter, part in zip(new, apart, strict=True)]
+    mean, correction = _mean_and_correction(group, state)
+    if kind is SIZES:  # a largest value has no bias
+        return [part.sqrt() for part in moments.squares(value.square(), mean)]
+    return [part * correction for part in moments.squares(value / correction, mean)]
+
+
+def _outer(state: Mapping[str, Any]) -> Tensor:
+    """Return Adafactor's second moments as it computes them."""
+    rows, columns = (_exact(state[key]) for key in FACTORED)
+    return rows @ columns / rows.mean(-2, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def _reduced(key: str, squares: Tensor) -> Tensor:
+    return squares.mean(-1 if key == "row_var" else -2, keepdim=True)
 
 
 def fresh_states(optimizer: Optimizer, group: Mapping[str, Any], new: Sequence[nn.Parameter]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_symmetry.surgery.contract import ReparametrizedLayer
@@ -130,6 +131,8 @@ def settings_for(
 def plain_copy(net: nn.Module, keep_affine: bool = False) -> nn.Module:
     """Return a deep copy of ``net`` in which each reparametrised layer is the plain layer it stands for.
 
+    Layers that share all parameters which describe their weight share the weight.
+
     Args:
         net: Any network; it is left as it is.
         keep_affine: Leave layers whose canonical weight is affine in their parameters as they are.
@@ -137,8 +140,20 @@ def plain_copy(net: nn.Module, keep_affine: bool = False) -> nn.Module:
     net = copy.deepcopy(net)
     if isinstance(net, ReparametrizedLayer) and not (keep_affine and net.affine):
         return net.to_layer()
+    weights: dict[tuple[int, ...], nn.Parameter] = {}
     for module, names in module_names(net).items():
         if isinstance(module, ReparametrizedLayer) and not (keep_affine and module.affine):
             plain = module.to_layer()
+            _keep_ties(plain, module, weights)
             replace_modules(net, dict.fromkeys(names, plain))
     return net
+
+
+def _keep_ties(plain: nn.Module, module: nn.Module, weights: dict[tuple[int, ...], nn.Parameter]) -> None:
+    """Give a plain layer the weight of one that was built from the same parameters, and the bias of its layer."""
+    bias = module._parameters.get("bias")
+    if bias is not None and torch.equal(plain.bias, bias):  # in other coordinates it need not be
+        plain.bias = bias
+    described = tuple(id(p) for name, p in module._parameters.items() if name != "bias" and p is not None)
+    if described and "weight" in plain._parameters:
+        plain.weight = weights.setdefault(described, plain.weight)

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_symmetry import asymmetrize
 from lightning_symmetry.callbacks import EffectiveRankMonitor, SpectralFactorization
+from lightning_symmetry.low_rank.projections import DenseProjection, LowRankProjection
 
 
 def dense_effective_rank(weight: torch.Tensor) -> float:
@@ -66,6 +67,63 @@ def test_other_kinds_of_layers():
     module, logger = Regression(nn.Sequential(net, nn.Flatten())), Rows()
     fit(module, EffectiveRankMonitor(), steps=1, logger=logger)
     assert sum(key.startswith("effective_rank/") for key in logger.rows[0]) == 5
+
+
+class Attends(nn.Module):
+    """A transformer layer, whose attention has one tensor for three projections, and attention that has four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), 1)
+        self.cross = nn.MultiheadAttention(8, 2, kdim=6, vdim=4)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.encoder(x[:, :8].unsqueeze(1))
+        return self.head(tokens.squeeze(1) + self.cross(x[:, :8], x[:, :6], x[:, :4])[0])
+
+
+ATTENTION = "net.encoder.layers.0.self_attn"
+
+
+def attention_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the projections of a network that is dense, by the names that they have in it with factors."""
+    fused, apart = module.net.encoder.layers[0].self_attn, module.net.cross
+    weights = dict(zip("qkv", fused.in_proj_weight.chunk(3), strict=True))
+    found = {f"{ATTENTION}.{key}_proj": weight for key, weight in weights.items()}
+    found |= {f"net.cross.{key}_proj": getattr(apart, f"{key}_proj_weight") for key in "qkv"}
+    return {**found, f"{ATTENTION}.out_proj": fused.out_proj.weight, "net.cross.out_proj": apart.out_proj.weight}
+
+
+def test_attention_is_seen_by_its_projections_before_and_after_the_switch():
+    torch.manual_seed(0)
+    module, monitor, logger = Regression(Attends()), EffectiveRankMonitor(every_n_steps=2), Rows()
+    start = {name: weight.detach().clone() for name, weight in attention_weights(module).items()}
+    fit(module, SpectralFactorization(at_step=3, rank=3), monitor, steps=6, logger=logger)
+    rows = [row for row in logger.rows if "effective_rank/mean" in row]
+    assert [row["step"] for row in rows] == [0, 2, 4, 6]
+    assert all(row.keys() == rows[0].keys() for row in rows)  # curves go on
+    first = monitor.state_dict()["first"]
+    for name, weight in start.items():
+        torch.testing.assert_close(first[name], torch.linalg.svdvals(weight.double()))
+        assert rows[0][f"effective_rank/{name}"] == pytest.approx(dense_effective_rank(weight))
+        now = module.get_submodule(name)
+        assert rows[-1][f"effective_rank/{name}"] == pytest.approx(dense_effective_rank(now.canonical_weight()))
+    kinds = {name: type(module.get_submodule(name)) for name in start}
+    assert kinds.pop("net.cross.v_proj") is DenseProjection  # factors of rank 3 would not save
+    assert set(kinds.values()) == {LowRankProjection}
+
+
+@pytest.mark.parametrize("scheme", ["kxk-1x1", "1xk-kx1"])
+def test_kernels_are_matrices_of_the_scheme_before_and_after_the_switch(scheme):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(4, 3))
+    monitor, logger = EffectiveRankMonitor(1, layers=["*1"], scheme=scheme), Rows()
+    switch = SpectralFactorization(at_step=1, rank=1.0, min_saving=-1, scheme=scheme, skip=["net.3"])
+    fit(Regression(net, "sgd"), switch, monitor, steps=3, logger=logger)
+    before, *after = (row["effective_rank/net.1"] for row in logger.rows if "effective_rank/net.1" in row)
+    assert len(after) == 3
+    assert after == pytest.approx([before] * 3, rel=0.02)
 
 
 def test_a_weight_that_is_not_finite_is_left_out_and_warned_of():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from spectral_runs import Regression, fit, loader, network
 from torch import Tensor, nn
@@ -39,6 +41,18 @@ def test_coupled_decay_is_the_penalty(optimizer, settings):
     fit(penalised, **settings)
     for a, b in zip(ours.parameters(), penalised.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "fused"])
+@pytest.mark.filterwarnings("ignore:.*FrobeniusDecay decays their product.*")
+def test_coupled_decay_where_gradients_are_scaled(optimizer):
+    """A fused optimizer takes the scale out of the gradients itself, after the decay was added."""
+    ours, penalised = (kind(factorize(network(), 2, skip=["4"]), optimizer) for kind in (Regression, Penalised))
+    for module, callbacks in ((ours, [FrobeniusDecay(WEIGHT)]), (penalised, [])):
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        fit(module, *callbacks, steps=6, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    for a, b in zip(ours.parameters(), penalised.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_decoupled_decay_by_hand():
@@ -74,6 +88,65 @@ def test_it_begins_with_the_switch(decoupled):
     assert norms[1][1] < 0.9 * norms[0][1]
 
 
+def grouped(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameters in two groups; only matrices are decayed."""
+    parts = ([p for p in module.parameters() if (p.ndim > 1) == matrices] for matrices in (True, False))
+    return [{"params": part, "weight_decay": amount} for part, amount in zip(parts, (weight_decay, 0.0), strict=True)]
+
+
+class Grouped(Regression):
+    """Its optimizer decays matrices, by an amount of its own."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer], amount: float, **settings: Any) -> None:
+        super().__init__()
+        self.kind, self.amount, self.settings = kind, amount, settings
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.kind(grouped(self, self.amount), lr=RATE, **self.settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "decoupled", "settings"),
+    [(torch.optim.SGD, False, {"momentum": 0.9}), (torch.optim.Adam, False, {}), (torch.optim.AdamW, True, {})],
+    ids=["sgd", "adam", "adamw"],
+)
+def test_decay_of_dense_weights_is_the_optimizers(kind, decoupled, settings):
+    ours, theirs = (Grouped(kind, amount, **settings).double() for amount in (0.0, WEIGHT))
+    data = {"steps": 12, "data": loader(torch.float64), "precision": "64-true"}
+    fit(ours, FrobeniusDecay(WEIGHT, decoupled, dense=True), **data)
+    fit(theirs, **data)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+class Penalty(pl.Callback):
+    """Keeps the penalty before each batch."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.values.append(frobenius_decay(pl_module.net, WEIGHT, dense=True).item())
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_dense_decay_goes_on_over_a_switch_at_full_rank(decoupled):
+    """The penalty acts from the first step, on the layer that stays dense too, and does not jump."""
+    before, after = Penalty(), Penalty()
+    switch = SpectralFactorization(at_step=5, rank=1.0, min_saving=-1, skip=["net.4"])
+    data = {"steps": 20, "data": loader(torch.float64), "precision": "64-true"}
+    module, dense = (Grouped(torch.optim.SGD, 0.0).double() for _ in range(2))
+    fit(module, before, switch, FrobeniusDecay(WEIGHT, decoupled, dense=True), after, **data)
+    fit(dense, whole := Penalty(), FrobeniusDecay(WEIGHT, decoupled, dense=True), **data)
+    assert switch.report.changed == ["net.0", "net.2"]
+    torch.testing.assert_close(after.values, before.values, rtol=1e-12, atol=0)
+    assert before.values[:6] == whole.values[:6]
+    assert after.values == sorted(after.values, reverse=True)
+    without = Grouped(torch.optim.SGD, 0.0).double()
+    fit(without, SpectralFactorization(at_step=0, skip=["net.4"]), FrobeniusDecay(WEIGHT, decoupled), **data)
+    assert module.net[4].weight.norm() < without.net[4].weight.norm()
+
+
 def test_a_zero_weight_changes_nothing():
     runs = [factorised(Regression, "adamw") for _ in range(2)]
     for module, callbacks in zip(runs, ([], [FrobeniusDecay(0.0)]), strict=True):
@@ -86,6 +159,13 @@ def test_an_optimizer_that_decays_factors_too_warns():
         fit(Regression(optimizer="adamw"), FrobeniusDecay(0.1), SpectralFactorization(at_step=2), steps=4)
 
 
+@pytest.mark.parametrize(("rank", "name"), [(2, "the factors of net.0"), (None, "net.0.weight")])
+def test_an_optimizer_that_decays_the_same_matrices_warns(rank, name):
+    net = network() if rank is None else factorize(network(), rank, skip=["4"])
+    with pytest.warns(UserWarning, match=f"AdamW decays {name} .* give matrices a group with weight_decay=0"):
+        fit(Regression(net, "adamw"), FrobeniusDecay(0.1, dense=True), steps=2)
+
+
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
 def test_arguments(weight):
     with pytest.raises(MisconfigurationException, match="`weight` to be at least 0 and finite"):
@@ -95,3 +175,8 @@ def test_arguments(weight):
 def test_a_network_without_factors_is_refused():
     with pytest.raises(MisconfigurationException, match=r"Regression has none: call factorize\(\)"):
         fit(Regression(nn.Linear(12, 3)), FrobeniusDecay(0.1), steps=1)
+
+
+def test_a_network_without_matrices_is_refused():
+    with pytest.raises(MisconfigurationException, match="Regression has none that are matrices"):
+        fit(Regression(nn.LayerNorm(12)), FrobeniusDecay(0.1, dense=True), steps=1)

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from spectral_runs import Regression, WithLayout, assert_in_order, fit, loader, network
+from spectral_runs import Mixed, Regression, WithLayout, assert_in_order, fit, loader, network
 from test_interpolation_leaves_no_trace import assert_equal
-from test_spectral_factorization import Mixed
 from tiny_modules import trainer
 from torch import nn
 from torch.optim import lr_scheduler
 
 from lightning_symmetry.callbacks import SpectralFactorization
 from lightning_symmetry.low_rank import factorize, low_rank_maps
-from lightning_symmetry.modules.low_rank_layout import LAYOUT_KEY, apply_layout, layout_of, layout_of_state
+from lightning_symmetry.low_rank.layout import layout_of
+from lightning_symmetry.modules.low_rank_layout import LAYOUT_KEY
 
 SWITCH, STEPS = 7, 16
 SCHEDULERS: dict[str, Callable[..., Any] | None] = {
@@ -167,29 +167,3 @@ def test_nothing_is_loaded_over_the_optimizer(tmp_path):
         fit(module := build(Regression), callback(), Loads(tmp_path), enable_checkpointing=True)
     assert low_rank_maps(module)
     assert not module._load_state_dict_pre_hooks
-
-
-@pytest.mark.parametrize("scheme", ["kxk-1x1", "1xk-kx1"])
-def test_the_layout_is_seen_in_names_and_shapes(scheme):
-    torch.manual_seed(0)
-    net = factorize(Mixed(), 2, min_saving=-1, scheme=scheme, skip=["head"], overrides={"conv": {"rank": 3}})
-    dense = Mixed()
-    layout = layout_of_state(dense, net.state_dict())
-    assert layout == layout_of(net)
-    assert layout["conv"] == {"rank": 3, "scheme": scheme}
-    apply_layout(dense, layout)
-    dense.load_state_dict(net.state_dict())
-    x = torch.randn(4, 12)
-    assert torch.equal(net(x), dense(x))
-    assert layout_of_state(net, Mixed().state_dict()) == {}
-    assert layout_of_state(net, {}) == layout
-
-
-def test_a_layout_of_another_network_changes_nothing():
-    net = network()
-    parts = dict(net.named_modules())
-    with pytest.raises(ValueError, match=r"factors for 'head'.* no layer of that name"):
-        apply_layout(net, {"0": {"rank": 1}, "head": {"rank": 2}})
-    with pytest.raises(ValueError, match="factors for '1', but it is a Tanh"):
-        apply_layout(net, {"0": {"rank": 1}, "1": {"rank": 2}})
-    assert dict(net.named_modules()) == parts

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import launch
-from spectral_runs import Regression, fit, network, whole_batches
-from test_spectral_factorization import Mixed
+from spectral_runs import Mixed, Regression, fit, network, whole_batches
 
 from lightning_symmetry.callbacks import SpectralFactorization
 
@@ -18,7 +17,7 @@ import sys
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from spectral_runs import Regression, assert_in_order, fit, shares
+from spectral_runs import Regression, Vanish, assert_in_order, fit, shares
 from test_spectral_distributed import NETS, SETTINGS
 
 from lightning_symmetry.callbacks import SpectralFactorization
@@ -54,7 +53,8 @@ for name, (net, optimizer, strategy, settings) in SETTINGS.items():
 module = Regression()
 before = list(module.parameters())
 try:
-    fit(module, SpectralFactorization(at_step=4, rank=15), steps=10, data=shares(rank), strategy="ddp", **SHARED)
+    callbacks = Vanish(), SpectralFactorization(at_step=3)
+    fit(module, *callbacks, steps=10, data=shares(rank), strategy="ddp", **SHARED)
 except Exception as error:
     assert "cannot factorise" in str(error), error
     assert all(a is b for a, b in zip(before, module.parameters(), strict=True))

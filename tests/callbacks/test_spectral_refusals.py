@@ -9,10 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from spectral_runs import Regression, fit
+from spectral_runs import Regression, Vanish, fit
 from torch import nn
 
 from lightning_symmetry.callbacks import PRONG, SpectralFactorization
@@ -52,6 +52,12 @@ class Sparse(Regression):
         return torch.optim.SparseAdam(self.parameters())
 
 
+def tied() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 3))
+    net[2].weight = net[0].weight
+    return net
+
+
 @pytest.mark.parametrize(
     ("module", "callbacks", "message"),
     [
@@ -60,6 +66,13 @@ class Sparse(Regression):
         (lambda: Regression(), [at(skip=["*"])], "nothing to convert: net.0 .skipped"),
         (lambda: Regression(), [at(skip=["head"])], "'head', which matches no layer"),
         (lambda: Regression(), [at(overrides={"net.0": {"ranks": 1}})], r"sets \['ranks'\]"),
+        (lambda: Regression(), [at(scheme="kx1")], "`scheme` to be 'kxk-1x1' or '1xk-kx1' but got 'kx1'"),
+        (lambda: Regression(), [at(rank=0)], "`rank` to be a number of at least 1.* but got 0"),
+        (lambda: Regression(), [at(rank=16)], "nothing to convert: net.0 .rank 16 is beyond its full rank 12"),
+        (lambda: Regression(), [at(rank=7, skip=["net.2"])], "net.0 .rank 7 saves no parameters: break-even .* 6.857"),
+        (lambda: Regression(), [at(overrides={"net.4": {"rank": 3}})], "Layer 'net.4': rank 3 saves no parameters"),
+        (lambda: Regression(tied()), [at(overrides={"net.0": {"rank": 3}})], "net.0 and net.2 have the same weight"),
+        (lambda: Regression(), [at(), BackboneFinetuning()], "BackboneFinetuning keeps the names of parameters"),
         (lambda: Regression(), [at(), EMAWeightAveraging()], "EMAWeightAveraging averages"),
         (lambda: Regression(), [StochasticWeightAveraging(0.1), at()], "StochasticWeightAveraging averages"),
         (lambda: Regression(), [at(), PRONG()], "PRONG keeps the network whitened"),
@@ -96,12 +109,6 @@ def test_a_switch_that_never_comes_warns(when, message):
     assert not low_rank_maps(module)
 
 
-class Adamax(Regression):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adamax(self.parameters())
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-
 class Look(pl.Callback):
     """Notes what the switch must leave when it fails: the objects, and the learning rate."""
 
@@ -124,17 +131,10 @@ class Look(pl.Callback):
         self.seen.append((groups, states, parts, sorted(vars(module)), base, values))
 
 
-@pytest.mark.parametrize(
-    ("module", "arguments", "message"),
-    [
-        (Adamax, {}, "keeps 'exp_inf' of each entry .* use moments='reset'"),
-        (Regression, {"rank": 16}, "rank 16 is beyond its full rank 12"),
-    ],
-)
-def test_a_switch_that_fails_leaves_all_as_it_was(module, arguments, message):
-    module, look = module(), Look()
-    with pytest.raises(MisconfigurationException, match=message):
-        fit(module, at(lr_factor=0.5, **arguments), look)
+def test_a_switch_that_fails_leaves_all_as_it_was():
+    module, look = Regression(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)), Look()
+    with pytest.raises(MisconfigurationException, match=r"nothing to convert(?s:.)*its weight is zero"):
+        fit(module, at(lr_factor=0.5), Vanish(), look)
     *before, values = look.seen[-2]
     *after, present = look.seen[-1]
     assert len(look.seen) == 4
@@ -144,6 +144,12 @@ def test_a_switch_that_fails_leaves_all_as_it_was(module, arguments, message):
         assert torch.equal(present[name][1], value)
 
 
-def test_optimizers_without_a_rule_can_be_reset():
-    fit(module := Adamax(), at(moments="reset"), steps=6)
-    assert low_rank_maps(module)
+@pytest.mark.parametrize("value", [math.nan, 0.0])
+def test_a_weight_that_has_no_factors_at_the_switch_is_left_alone_by_name(value):
+    """It was fine at the start, and is the matter of whoever trains; the other layers get their factors."""
+    module, switch = Regression(optimizer="sgd"), at()
+    reason = "its weight is not finite" if math.isnan(value) else "its weight is zero"
+    with pytest.warns(UserWarning, match=f"factorize left 1 layer.s. alone: net.4 .{reason}"):
+        fit(module, Vanish([4], value), switch, steps=4)
+    assert switch.report.changed == ["net.0", "net.2"]
+    assert isinstance(module.net[4], nn.Linear)

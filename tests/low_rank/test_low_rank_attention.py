@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_symmetry import factorize, recompose
 from lightning_symmetry.low_rank import LowRankLinear, LowRankMultiheadAttention, low_rank_maps
-from lightning_symmetry.low_rank.attention import DenseProjection, LowRankProjection
+from lightning_symmetry.low_rank.projections import DenseProjection, LowRankProjection
 from lightning_symmetry.surgery import plain_copy
 
 SIZES = {"same": {}, "own": {"kdim": 6, "vdim": 10}}
@@ -158,18 +158,20 @@ def test_random_factors_have_the_variance_of_xavier():
     assert not torch.equal(low.q_proj.left, low.k_proj.left)
 
 
-def transformer(batch_first=True):
+def transformer(**settings):
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, dtype=torch.float64, **settings)
     return nn.TransformerEncoder(layer, 2).eval()
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("skip", [(), ("*.self_attn",), ("*.linear?",)])
-def test_transformer_encoders(gradients, padded, skip):
-    """Also in evaluation, where a fast path reads the weights of the layers."""
-    net = transformer()
+def test_transformer_encoders(skip, padded, gradients, norm_first):
+    """Also in evaluation, where a fast path reads the weights of the layers, and takes padded tokens out."""
+    net = transformer(norm_first=norm_first)
     x = torch.randn(3, 6, 16, dtype=torch.float64)
     padding = torch.arange(6) >= torch.tensor([[6], [4], [3]]) if padded else None
     visible = slice(None) if padding is None else ~padding
@@ -180,6 +182,14 @@ def test_transformer_encoders(gradients, padded, skip):
         torch.testing.assert_close(net(x, src_key_padding_mask=padding)[visible], expected[visible])
         torch.testing.assert_close(plain_copy(net)(x)[0], recompose(net)(x)[0])
         torch.testing.assert_close(net(x, src_key_padding_mask=padding)[visible], expected[visible])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_nested_tensors_are_refused():
+    net = factorize(transformer(), 2)
+    rows = [torch.randn(length, 16, dtype=torch.float64) for length in (6, 3)]
+    with pytest.raises(ValueError, match="takes no nested tensors: pad them and give `key_padding_mask`"):
+        net(torch.nested.nested_tensor(rows))
 
 
 def test_encoders_and_decoders_train():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
+from layer_contract import COPIES, assert_same, gradients
+from low_rank_networks import EveryKind
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
@@ -15,56 +16,15 @@ from lightning_symmetry.low_rank import LowRankMultiheadAttention
 from lightning_symmetry.surgery import plain_copy
 
 
-class Network(nn.Module):
-    """Has every kind of layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(30, 16)
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.along = nn.Conv1d(16, 16, 3, padding=1, groups=2)
-        self.image = nn.Conv2d(1, 12, 5, stride=2, padding=2, bias=False)
-        self.norm = nn.BatchNorm2d(12)
-        self.head = nn.Linear(96, 20)
-
-    def forward(self, tokens):
-        x = self.table(tokens)
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        x = self.along(x.mT).relu()
-        return self.head(self.norm(self.image(x.unsqueeze(1))).flatten(2).mean(1).flatten(1).repeat(1, 3)[:, :96])
-
-
 def network(dtype=torch.float32, **settings):
     torch.manual_seed(0)
-    net = Network().to(dtype)
+    net = EveryKind().to(dtype)
     overrides = {"image": {"scheme": "1xk-kx1", "rank": 2}, "along": {"rank": 2}, "attention": {"min_saving": 0.3}}
     return factorize(net, 0.25, overrides=overrides, **settings).eval()
 
 
 def tokens(count=3):
     return torch.randint(0, 30, (count, 8), generator=torch.Generator().manual_seed(0))
-
-
-def gradients(net, x, call=None):
-    net.zero_grad()
-    output = (net if call is None else call)(x)
-    output.square().sum().backward()
-    return output.detach(), {name: p.grad.clone() for name, p in net.named_parameters()}
-
-
-def assert_same(a, b, **tolerances):
-    torch.testing.assert_close(a[0], b[0], **tolerances)
-    assert a[1].keys() == b[1].keys()
-    for name, value in a[1].items():
-        torch.testing.assert_close(value, b[1][name], **tolerances)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda net: pickle.loads(pickle.dumps(net)),
-    "moved": lambda net: copy.deepcopy(net).to("cpu", memory_format=torch.channels_last),
-    "double and back": lambda net: copy.deepcopy(net).double().float(),
-}
 
 
 @pytest.mark.parametrize("case", COPIES)
@@ -140,7 +100,7 @@ def layers_of(net):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_recompose_gives_the_plain_network_with_the_product(dtype):
     torch.manual_seed(0)
-    plain = Network().to(dtype)
+    plain = EveryKind().to(dtype)
     net = network(dtype)
     bias = net.head.bias
     net.head.left.requires_grad_(False)
@@ -175,7 +135,7 @@ def test_new_factors_have_what_the_weight_had(frozen):
 
 def test_a_round_trip_at_full_rank_keeps_the_function():
     torch.manual_seed(0)
-    net = Network().eval()
+    net = EveryKind().eval()
     expected = net(tokens())
     factorize(net, 1.0, min_saving=-1)
     assert isinstance(net.table, LowRankEmbedding)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from low_rank_reference import random_factors
 from torch import nn
 
-from lightning_symmetry import LowRankConv2d, LowRankEmbedding, LowRankLinear, factorize, frobenius_decay
+from lightning_symmetry import LowRankConv2d, LowRankEmbedding, LowRankLinear, asymmetrize, factorize, frobenius_decay
 from lightning_symmetry.low_rank import (
     LowRankMultiheadAttention,
     add_frobenius_decay_,
@@ -17,6 +17,8 @@ from lightning_symmetry.low_rank import (
     l2_decay,
     low_rank_maps,
 )
+from lightning_symmetry.low_rank.projections import DenseProjection
+from lightning_symmetry.whitening import whiten
 
 
 def network():
@@ -33,8 +35,41 @@ def network():
     return random_factors(nn.ModuleDict(layers).double())
 
 
-def products(net):
-    return [left @ right.mT for left, right in (m.factors() for m in low_rank_maps(net).values())]
+def mixed():
+    """Return the same with plain layers of every kind, tied ones, one with fixed entries, and others with weights."""
+    net = network()
+    layers = {
+        "tied": nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9)),
+        "convolutions": nn.Sequential(nn.Conv1d(4, 6, 3, groups=2), nn.Conv2d(4, 6, (3, 2))),
+        "fused": nn.MultiheadAttention(8, 2, add_bias_kv=True),
+        "apart": nn.MultiheadAttention(8, 2, kdim=6, vdim=5),
+        "projection": LowRankMultiheadAttention.from_layer(
+            nn.MultiheadAttention(8, 2, kdim=32, vdim=32), 4, min_saving=0
+        ),
+        "fixed": asymmetrize(nn.Sequential(nn.Linear(6, 5)), n_fix=2, kappa=0.5),
+        "parametrised": nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+        "bilinear": nn.Bilinear(2, 3, 4),
+        "norm": nn.LayerNorm(5),
+    }
+    layers["tied"][1].weight = layers["tied"][0].weight
+    net.update(layers)
+    return net.double()
+
+
+def dense_weights(net):
+    """Return the matrices that only ``dense`` decays, differentiable."""
+    assert [type(part) for part in net["projection"].children()].count(DenseProjection) == 2
+    return [
+        net["plain"].weight,
+        net["tied"][0].weight,
+        *(layer.weight for layer in net["convolutions"]),
+        net["fused"].in_proj_weight,
+        net["fused"].out_proj.weight,
+        *(getattr(net["apart"], f"{key}_proj_weight") for key in "qkv"),
+        net["apart"].out_proj.weight,
+        *(part.weight for part in net["projection"].children() if isinstance(part, DenseProjection)),
+        net["fixed"][0].canonical_weight(),
+    ]
 
 
 def gradients(net):
@@ -73,6 +108,64 @@ def test_the_gradient_is_added_in_place():
     net.zero_grad()
     add_frobenius_decay_(net, 0.3)
     assert all(p.grad is None for p in net.parameters())
+
+
+def test_dense_weights_are_penalised_too():
+    net = mixed()
+    products = [part.canonical_weight() for part in low_rank_maps(net).values()]
+    expected = 0.05 * sum(weight.square().sum() for weight in products + dense_weights(net))
+    penalty = frobenius_decay(net, 0.1, dense=True)
+    torch.testing.assert_close(penalty, expected)
+    parameters = dict(net.named_parameters())
+    ours, wanted = (torch.autograd.grad(value, parameters.values(), allow_unused=True) for value in (penalty, expected))
+    for name, mine, theirs in zip(parameters, ours, wanted, strict=True):
+        assert (mine is None) == (theirs is None), name
+        torch.testing.assert_close(mine, theirs)
+    assert not any(mine is not None for name, mine in zip(parameters, ours, strict=True) if "bias" in name)
+    torch.testing.assert_close(frobenius_decay(net, 0.1), 0.05 * sum(weight.square().sum() for weight in products))
+
+
+def test_dense_gradients_and_decay_are_those_of_the_penalty():
+    net = mixed()
+    parameters = dict(net.named_parameters())
+    wanted = torch.autograd.grad(frobenius_decay(net, 0.3, dense=True), parameters.values(), allow_unused=True)
+    start = [torch.randn_like(parameter) for parameter in parameters.values()]
+    for parameter, gradient in zip(parameters.values(), start, strict=True):
+        parameter.grad = gradient.clone()
+    add_frobenius_decay_(net, 0.3, dense=True)
+    for (name, parameter), gradient, more in zip(parameters.items(), start, wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient if more is None else gradient + more, msg=name)
+    before = [parameter.detach().clone() for parameter in parameters.values()]
+    net["plain"].weight.requires_grad_(False)
+    decay_factors_(net, 0.3, dense=True)
+    for (name, parameter), value, more in zip(parameters.items(), before, wanted, strict=True):
+        moves = more is not None and name != "plain.weight"
+        torch.testing.assert_close(parameter.detach(), value - more if moves else value, msg=name)
+
+
+def test_the_penalty_of_a_whitened_layer_is_that_of_its_weight():
+    layers = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
+    expected = frobenius_decay(layers, 0.1, dense=True)
+    torch.testing.assert_close(frobenius_decay(whiten(layers), 0.1, dense=True), expected)
+
+
+def test_the_penalty_does_not_change_with_factors_of_full_rank():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Linear(6, 8), nn.MultiheadAttention(8, 2), nn.Embedding(9, 6)).double()
+    before = frobenius_decay(net, 0.1, dense=True)
+    factorize(net, 1.0, min_saving=-1, skip=["3"])
+    assert len(low_rank_maps(net)) == 6
+    torch.testing.assert_close(frobenius_decay(net, 0.1, dense=True), before, rtol=1e-12, atol=0)
+
+
+def test_sparse_gradients_take_no_coupled_decay():
+    net = nn.Sequential(nn.Embedding(9, 6, sparse=True))
+    net(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="A sparse gradient takes no coupled decay"):
+        add_frobenius_decay_(net, 0.1, dense=True)
+    expected = 0.9 * net[0].weight.detach()
+    decay_factors_(net, 0.1, dense=True)
+    torch.testing.assert_close(net[0].weight.detach(), expected)
 
 
 def test_decay_of_the_factors_themselves():
@@ -122,6 +215,12 @@ def test_tied_factors_decay_once():
 def test_a_network_without_factors(function):
     with pytest.raises(ValueError, match=r"Sequential has no factorised layers to decay: call factorize\(net\) first"):
         function(nn.Sequential(nn.Linear(3, 3)), 0.1)
+
+
+@pytest.mark.parametrize("function", [frobenius_decay, add_frobenius_decay_, decay_factors_])
+def test_a_network_without_matrices(function):
+    with pytest.raises(ValueError, match="LayerNorm has no weights to decay"):
+        function(nn.LayerNorm(3), 0.1, dense=True)
 
 
 def test_autocast_does_not_touch_the_penalty():

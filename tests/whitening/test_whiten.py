@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch_geometric.nn
 import torchvision
+from layer_contract import Shared
 from torch import nn
 
 from lightning_symmetry import MLP, ResNet
@@ -110,16 +111,6 @@ def test_nothing_to_convert():
             whiten(layer)
     with pytest.raises(ValueError, match=r"whitened already: 0, 3, 5 \(3 layers\)"):
         whiten(whiten(network()))
-
-
-class Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.block = nn.ModuleList([self.first, nn.Linear(8, 8)])
-
-    def forward(self, x):
-        return self.first(self.block[1](self.block[0](x)))
 
 
 def test_a_shared_module_is_replaced_everywhere_by_one():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
+from layer_contract import COPIES, assert_same, gradients
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
@@ -32,28 +32,6 @@ def whitened(explicit, count=6, dtype=torch.float32):
     samples = images(count, dtype)
     assert reparametrize(net, collect_statistics(net, lambda: net(samples)), 0.1) == {}
     return net
-
-
-def gradients(net, x, call=None):
-    net.zero_grad()
-    output = (call or net)(x)
-    output.square().sum().backward()
-    return output.detach(), {name: p.grad.clone() for name, p in net.named_parameters()}
-
-
-def assert_same(a, b, **tolerances):
-    torch.testing.assert_close(a[0], b[0], **tolerances)
-    assert a[1].keys() == b[1].keys()
-    for name, value in a[1].items():
-        torch.testing.assert_close(value, b[1][name], **tolerances)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda net: pickle.loads(pickle.dumps(net)),
-    "moved": lambda net: copy.deepcopy(net).to("cpu", memory_format=torch.channels_last),
-    "double and back": lambda net: copy.deepcopy(net).double().float(),
-}
 
 
 @FORMS
