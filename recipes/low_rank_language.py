@@ -14,8 +14,7 @@ EXPECTED
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,7 +25,6 @@ from jsonargparse import auto_cli
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from low_rank_results import Quality, report
 from low_rank_training import (
-    OF_THE_COMPARISON,
     Cell,
     Decay,
     Init,
@@ -35,7 +33,6 @@ from low_rank_training import (
     check_batch_size,
     compare,
     half_step_cells,
-    run,
     warmup_then_cosine,
 )
 from shared import UsageError, quiet
@@ -177,17 +174,13 @@ def cells(setting: Setting) -> list[Cell]:
         Cell(init, decay, start, rank, width)
         for decay, start, init in product(setting.decays, setting.starts, setting.inits)
     ]
-    found += [
-        Cell("spectral", "frobenius", start, other, size)
-        for size, other, start in product(setting.widths, setting.ranks, setting.starts)
-    ]
-    return list(dict.fromkeys([*found, *half_step_cells(setting)]))
-
-
-def train_cell(setting: Setting, cell: Cell, seed: int, tick: Callable[[int], Any]) -> dict[str, Any]:
-    """Train one network."""
-    matters = {name: value for name, value in asdict(setting).items() if name not in OF_THE_COMPARISON}
-    return run(make_task(setting), cell, seed, Path(setting.out_dir), matters, tick)
+    if "spectral" in setting.inits and "frobenius" in setting.decays:
+        found += [
+            Cell("spectral", "frobenius", start, other, size)
+            for size, other, start in product(setting.widths, setting.ranks, setting.starts)
+            if (size, other) != (width, rank)
+        ]
+    return [*found, *half_step_cells(setting)]
 
 
 def main(setting: Setting) -> list[dict[str, Any]]:
@@ -196,7 +189,7 @@ def main(setting: Setting) -> list[dict[str, Any]]:
     check_batch_size(setting)
     make_data(setting).prepare_data()
     title = f"Transformer on {Path(setting.text).name}"
-    results = compare(train_cell, setting, cells(setting), setting.steps, title)
+    results = compare(make_task, setting, cells(setting), setting.steps, title)
     if rank_zero_only.rank == 0:  # of several devices' processes
         report(setting, results, QUALITY, title, "low_rank_language")
     return results

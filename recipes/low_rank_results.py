@@ -71,8 +71,9 @@ def training_table(runs: Runs, quality: Quality) -> str:
     """Return a table of all cells.
 
     The difference is to the dense network of the same seed. The loss is that of one batch, right before and right after
-    the factors took the weights' place, of one seed. Distance and barrier are those of the segment from the dense
-    network of the same seed to the product of the factors.
+    the factors took the weights' place, of one seed. Distance and largest barrier are those of the segment from the
+    dense network of the same seed to the product of the factors. The training loss is the mean over the last batches,
+    as many as there are between two measurements of the effective ranks. Seconds contain these measurements.
     """
     rows = []
     for cell, mine in runs.items():
@@ -87,9 +88,10 @@ def training_table(runs: Runs, quality: Quality) -> str:
         compared = ["-"] * 4 if dense else _against_dense(mine, runs[cell.baseline], quality)
         size = [f"{cell.width}", f"{cell.rank:g}"]
         rows.append([*size, *varied, f"{mine[0]['parameters']:,}", *measured, *compared])
-    header = ["width", "rank", "initialisation", "decay", "start", "step size", "parameters", quality.label]
-    header += ["training loss", "test loss", "effective rank", "CPU seconds", "difference to dense"]
-    return table([*header, "loss at the switch", "distance/parameter", "barrier"], rows)
+    seconds = "seconds" if torch.cuda.is_available() else "CPU seconds"
+    header = ["width", "rank ratio", "initialisation", "decay", "start", "step size", "parameters", quality.label]
+    header += ["training loss at the end", "test loss", "effective rank", seconds, "difference to dense"]
+    return table([*header, "loss at the switch", "distance/parameter", "max barrier"], rows)
 
 
 def _against_dense(mine: list[dict[str, Any]], dense: list[dict[str, Any]], quality: Quality) -> list[str]:
@@ -119,7 +121,7 @@ def grid_table(runs: Runs, value: Callable[[dict[str, Any]], float], digits: int
         dense = runs[next(cell for cell in cells if cell.width == width).baseline]
         rows.append([f"{width}", "1", "dense", *[mean_and_deviation([value(x) for x in dense], digits)] * len(columns)])
     header = [f"{DECAYS[decay]}, {STARTS[start]}" for decay, start in columns]
-    return table(["width", "rank", "initialisation", *header], rows)
+    return table(["width", "rank ratio", "initialisation", *header], rows)
 
 
 def step_size_table(runs: Runs, quality: Quality) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from shared import UsageError, make_trainer, quiet, run_jobs, stored, worker_count
+from shared import UsageError, clock, make_trainer, quiet, run_jobs, settings_of_a_training, stored, worker_count
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
@@ -23,9 +22,8 @@ Init = Literal["random", "spectral", "spectral_ones"]
 Decay = Literal["l2", "frobenius"]
 Start = Literal["scratch", "pretrained"]
 # What of a recipe's setting has no influence on a single training of a given cell and seed.
-OF_THE_COMPARISON = {
-    "inits", "decays", "starts", "ranks", "widths", "half_steps", "seeds", "seed", "data_dir", "workers", "out_dir"
-}  # fmt: skip
+OF_THE_COMPARISON = {"inits", "decays", "starts", "ranks", "widths", "half_steps", "seeds", "seed"}
+OF_THE_COMPARISON |= {"num_workers", "cache_dir", "workers", "out_dir"}
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class Course(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
         self._keep(0)
-        self._since = time.process_time()
+        self._since = clock()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *args: Any) -> None:
         """Report, and keep what was measured."""
@@ -134,7 +132,7 @@ class Course(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock, and keep what the monitor has measured at the end."""
-        self.seconds = time.process_time() - self._since
+        self.seconds = clock() - self._since
         self.tick(trainer.global_step - self._ticked)
         if trainer.global_step > self.ranks["step"][-1]:
             self._keep(trainer.global_step)
@@ -159,21 +157,22 @@ def decayed_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> l
 
 
 def run(
-    task: Task, cell: Cell, seed: int, out: Path, setting: dict[str, Any], tick: Callable[[int], Any]
+    make_task: Callable[[Any], Task], setting: Any, cell: Cell, seed: int, tick: Callable[[int], Any]
 ) -> dict[str, Any]:
     """Train once and return what was measured; from the training's folder, where that was done before.
 
     Args:
-        task: What the trainings share.
+        make_task: Returns what the trainings share, for the recipe's setting.
+        setting: The setting.
         cell: What is varied.
         seed: Seed of the initialisation and of the order of the data.
-        out: Folder of the comparison.
-        setting: What of the recipe's setting a training depends on.
         tick: Reports finished updates.
     """
     quiet()
+    out, task = Path(setting.out_dir), make_task(setting)
     folder = out / cell.name / f"seed{seed}"
-    settings = {"cell": asdict(cell), "seed": seed, "setting": setting}
+    matters = settings_of_a_training(setting, OF_THE_COMPARISON)
+    settings = {"cell": asdict(cell), "seed": seed, "setting": matters}
     reference = None if cell.init == "dense" else out / cell.baseline.name / f"seed{seed}" / "last.ckpt"
     result = stored(folder / "result.json", settings, partial(train, task, cell, seed, folder, reference, tick))
     if not result["new"]:
@@ -199,7 +198,7 @@ def train(
         interval="step",
         metrics=task.metrics,
     )
-    monitor = ls.EffectiveRankMonitor(task.every_n_steps)
+    monitor = ls.EffectiveRankMonitor(task.every_n_steps, scheme=task.scheme)
     course = Course(monitor, task.skip, tick)
     switch, path = [], []
     if reference is not None:
@@ -251,35 +250,37 @@ def check_batch_size(setting: Any) -> None:
 
 
 def compare(
-    train_cell: Callable[..., dict[str, Any]], setting: Any, cells: Sequence[Cell], updates: int, label: str
+    make_task: Callable[[Any], Task], setting: Any, cells: Sequence[Cell], updates: int, label: str
 ) -> list[dict[str, Any]]:
     """Train each cell with each seed, the dense networks first, and return all results.
 
     Args:
-        train_cell: A function ``(setting, cell, seed, tick)`` of a module.
-        setting: The recipe's setting.
+        make_task: Returns what the trainings share, for the recipe's setting; a function of a module.
+        setting: The setting.
         cells: What to train beside the dense networks.
         updates: Number of updates of one training.
         label: Label of the progress bars.
 
     Raises:
-        UsageError: If there is nothing to compare, or no pre-training of that length.
+        UsageError: If there is nothing to compare, or warm-up or pre-training do not fit into a training.
     """
     if not cells or setting.seeds < 1:
         raise UsageError("There is nothing to train: give at least one of `inits`, `decays`, `starts` and `seeds`.")
     if not 0 < setting.pretrain < 1:
         raise UsageError(f"`pretrain` is a share of the updates, between 0 and 1, but got {setting.pretrain}.")
+    if not 0 <= setting.warmup < updates:
+        raise UsageError(f"`warmup` must be shorter than a training of {updates} updates, but got {setting.warmup}.")
     workers = worker_count(setting.workers, setting.devices)
     results = []
     dense = list(dict.fromkeys(cell.baseline for cell in cells))
     for kind, chosen in (("dense", dense), ("low rank", cells)):
         jobs = [
-            {"setting": setting, "cell": cell, "seed": setting.seed + seed}
+            {"make_task": make_task, "setting": setting, "cell": cell, "seed": setting.seed + seed}
             for seed in range(setting.seeds)
             for cell in chosen
         ]
         name = f"{len(jobs)} networks, {kind}, {label}"
-        results += run_jobs(train_cell, jobs, len(jobs) * updates, min(workers, len(jobs)), name, "update")
+        results += run_jobs(run, jobs, len(jobs) * updates, min(workers, len(jobs)), name, "update")
     return results
 
 

@@ -14,11 +14,9 @@ EXPECTED
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,7 +24,6 @@ from jsonargparse import auto_cli
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from low_rank_results import Quality, report
 from low_rank_training import (
-    OF_THE_COMPARISON,
     Cell,
     Decay,
     Init,
@@ -35,7 +32,6 @@ from low_rank_training import (
     check_batch_size,
     compare,
     half_step_cells,
-    run,
     warmup_then_cosine,
 )
 from shared import UsageError, quiet
@@ -170,12 +166,6 @@ def cells(setting: Setting) -> list[Cell]:
     return [*found, *half_step_cells(setting)]
 
 
-def train_cell(setting: Setting, cell: Cell, seed: int, tick: Callable[[int], Any]) -> dict[str, Any]:
-    """Train one network."""
-    matters = {name: value for name, value in asdict(setting).items() if name not in OF_THE_COMPARISON}
-    return run(make_task(setting), cell, seed, Path(setting.out_dir), matters, tick)
-
-
 def main(setting: Setting) -> list[dict[str, Any]]:
     """Run the recipe and return the results of all trainings."""
     quiet()
@@ -183,7 +173,7 @@ def main(setting: Setting) -> list[dict[str, Any]]:
     data = make_data(setting)
     data.prepare_data()
     updates = setting.epochs * -(-len(data.train_dataloader().dataset) // setting.batch_size)
-    results = compare(train_cell, setting, cells(setting), updates, f"{setting.network} on {setting.data}")
+    results = compare(make_task, setting, cells(setting), updates, f"{setting.network} on {setting.data}")
     if rank_zero_only.rank == 0:  # of several devices' processes
         report(setting, results, QUALITY, f"{setting.network} on {setting.data}", "low_rank_vision")
     return results

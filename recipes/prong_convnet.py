@@ -30,14 +30,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from prong_convnet_course import Course
 from prong_convnet_networks import inception
 from prong_convnet_results import LABELS, best_rates, draw, summarise
-from shared import UsageError, make_trainer, publish, quiet, run_jobs, stored, worker_count
+from shared import UsageError, make_trainer, publish, quiet, run_jobs, settings_of_a_training, stored, worker_count
 from torchmetrics.classification import MulticlassHammingDistance
 
 import lightning_symmetry as ls
 
 Method = Literal["momentum", "rmsprop", "batch_norm", "prong", "prong_plus"]
 # What has no influence on a single training of given method, learning rate and seed.
-OF_THE_SEARCH = {"methods", "learning_rates", "adaptive_rates", "seeds", "seed", "data_dir", "workers", "out_dir"}
+OF_THE_SEARCH = {"methods", "learning_rates", "adaptive_rates", "seeds", "seed", "num_workers", "workers", "out_dir"}
 
 
 @dataclass
@@ -144,7 +144,7 @@ def run(setting: Setting, method: Method, rate: float, seed: int, tick: Callable
     """Train once and return the course and the test error; from the training's folder, where that was done before."""
     quiet()
     folder = Path(setting.out_dir) / method / f"lr{rate:g}" / f"seed{seed}"
-    matters = {name: value for name, value in asdict(setting).items() if name not in OF_THE_SEARCH}
+    matters = settings_of_a_training(setting, OF_THE_SEARCH)
     settings = {"method": method, "rate": rate, "seed": seed, "setting": matters}
     make = partial(train, setting, method, rate, seed, folder, tick)
     result = stored(folder / "result.json", settings, make)

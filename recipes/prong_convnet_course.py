@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
+from shared import clock
 from torch.utils.data import DataLoader, Subset
 
 
@@ -31,11 +31,11 @@ class Course(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
-        self._since = _clock()
+        self._since = clock()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock."""
-        self._seconds += _clock() - self._since
+        self._seconds += clock() - self._since
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measure, and start the clock again. A training that has diverged ends here."""
@@ -53,7 +53,7 @@ class Course(pl.Callback):
             self.seen[name].append(value)
         self.tick(trainer.global_step - before)
         trainer.should_stop = not math.isfinite(loss)
-        self._since = _clock()
+        self._since = clock()
 
     @torch.no_grad()
     def _measure(self, trainer: pl.Trainer, module: Any) -> tuple[float, float]:
@@ -72,11 +72,3 @@ class Course(pl.Callback):
                 totals += torch.tensor([module.loss(output, target) * len(target), wrong, len(target)])
         loss, wrong, count = trainer.strategy.reduce(totals.to(module.device), reduce_op="sum").tolist()
         return loss / count, wrong / count
-
-
-def _clock() -> float:
-    """Return CPU seconds of this process; seconds of the clock on an accelerator."""
-    if not torch.cuda.is_available():
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()

@@ -7,9 +7,11 @@ import logging
 import multiprocessing as mp
 import os
 import queue
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,26 @@ def worker_count(setting: int | None, devices: int = 1) -> int:
     if setting is not None:
         return setting
     return 0 if torch.cuda.is_available() or devices > 1 else len(os.sched_getaffinity(0))
+
+
+def settings_of_a_training(setting: Any, without: set[str]) -> dict[str, Any]:
+    """Return what of a recipe's setting a single training depends on.
+
+    That is all but what is ``without`` influence. The folder of data counts, except for the embedded digits: subsets
+    and versions of a data set go by the same name.
+    """
+    values = {name: value for name, value in asdict(setting).items() if name not in without}
+    if folder := values.pop("data_dir", None):
+        values["data_dir"] = None if setting.data == "digits" else str(Path(folder).resolve())
+    return values
+
+
+def clock() -> float:
+    """Return CPU seconds of this process; seconds of the clock on an accelerator."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def run_jobs(

@@ -180,10 +180,10 @@ def _layers(module: nn.Module) -> dict[str, nn.Module | Tensor]:
 @torch.no_grad()
 def _spectrum(layer: nn.Module | Tensor, scheme: Scheme) -> Tensor | None:
     """Return the singular values of a layer's weight on the CPU; None where it is not finite."""
-    plain = isinstance(layer, ReparametrizedLayer) and not isinstance(layer, LowRankMap)
-    matrix = layer.canonical_weight().flatten(1) if plain else layer
+    if isinstance(layer, ReparametrizedLayer) and not isinstance(layer, LowRankMap):
+        layer = layer.to_layer()
     try:
-        values = singular_values(matrix, scheme).cpu()
+        values = singular_values(layer, scheme).cpu()
     except torch.linalg.LinAlgError:
         return None
     return values if bool(values.isfinite().all()) else None

@@ -25,6 +25,7 @@ class FrobeniusDecay(Callback):
 
     That is decay as the ``weight_decay`` of ``torch.optim.SGD``: momentum, Adam's moments and clipping see it. With
     ``decoupled`` the factors themselves are decayed by as much times the learning rate of their group, as AdamW does.
+    As with either, parameters without a gradient are left alone.
 
     With ``dense`` layers without factors have the same penalty, :math:`\frac{\lambda}{2} \|W\|_F^2`: those that stay
     dense, and beside :class:`SpectralFactorization` all of them from the first step, so that at the switch only what
@@ -79,12 +80,16 @@ class FrobeniusDecay(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        if self.decoupled and _is_skipped(trainer, optimizer):
+            return
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         scaled = self.weight * _gradient_scale(trainer, optimizer)
         for name, part in decayed_parts(pl_module, self.dense).items():
             for parameter, direction in directions(part):
                 if (group := groups.get(id(parameter))) is None:
                     continue  # another optimizer's
+                if parameter.grad is None:
+                    continue  # the optimizer leaves it alone, too
                 if group.get("weight_decay") and self.weight:
                     self._warn(optimizer, name, isinstance(part, LowRankMap), group["weight_decay"])
                 if self.decoupled:
@@ -102,6 +107,14 @@ class FrobeniusDecay(Callback):
             f"{type(optimizer).__name__} decays {theirs} with weight_decay={weight_decay}, and FrobeniusDecay decays "
             f"{ours} too: give {'matrices' if self.dense else 'factors'} a group with weight_decay=0."
         )
+
+
+def _is_skipped(trainer: pl.Trainer, optimizer: Optimizer) -> bool:
+    """Whether the scaler of fp16 is not going to take the step, because a gradient has overflowed."""
+    if getattr(trainer.precision_plugin, "scaler", None) is None:
+        return False
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return not all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
 def _gradient_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:

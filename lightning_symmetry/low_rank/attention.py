@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from lightning_symmetry.low_rank.attention_masks import additive, extend, merge
 from lightning_symmetry.low_rank.decomposition import Decomposition
-from lightning_symmetry.low_rank.initialisation import Init, initial_factors, layer_generator
+from lightning_symmetry.low_rank.initialisation import Init, initial_factors, kept_variance, layer_generator
 from lightning_symmetry.low_rank.projections import (
     PROJECTIONS,
     DenseProjection,
@@ -65,9 +65,8 @@ class LowRankMultiheadAttention(ReparametrizedLayer):
         Args:
             layer: The plain module; it is not changed.
             rank: Rank of each projection, see :func:`~lightning_symmetry.low_rank.rank.choose_rank`.
-            init: Initialisation of the factors. Random ones have products with the variance of PyTorch's own
-                initialisation: :math:`2 / (\text{fan-in} + \text{fan-out})` of the (fused) input projection,
-                :math:`1 / (3 \cdot \text{embed_dim})` of the output's.
+            init: Initialisation of the factors. Entries of the products of random ones have the mean square of the
+                projection's: of a new module that of its own initialisation.
             seed: Seed of random factors.
             name: Name of the module in its network.
             min_saving: Projections whose factors would save a smaller share of their parameters stay dense; at 0, so
@@ -78,12 +77,12 @@ class LowRankMultiheadAttention(ReparametrizedLayer):
         """
         generator = layer_generator(seed, name)
 
-        def project(weight: Tensor, variance: float, like: nn.Parameter) -> LowRankProjection | DenseProjection:
+        def project(weight: Tensor, usual: float, like: nn.Parameter) -> LowRankProjection | DenseProjection:
             decomposition = Decomposition(weight.unsqueeze(0))
             number = projection_rank(decomposition, rank, min_saving)
             if not number:
                 return DenseProjection(weight, like)
-            precision = torch.finfo(weight.dtype).eps
+            precision, variance = torch.finfo(weight.dtype).eps, kept_variance(weight, usual)
             return LowRankProjection(
                 *initial_factors(decomposition, number, init, variance, generator, precision), like
             )

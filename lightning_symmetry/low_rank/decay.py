@@ -155,8 +155,9 @@ def directions(part: Part) -> list[tuple[nn.Parameter, Tensor]]:
     if isinstance(part, nn.Parameter):
         return [(part, part.detach())]
     if isinstance(part, LowRankMap):
-        left, right = (factor.detach() for factor in part.factors())
-        packed = part.pack(left @ (right.mT @ right), right @ (left.mT @ left))
+        with torch.autocast(part.left.device.type, enabled=False):  # manual optimization steps within it
+            left, right = (factor.detach() for factor in part.factors())
+            packed = part.pack(left @ (right.mT @ right), right @ (left.mT @ left))
         return list(zip((part.left, part.right), packed, strict=True))
     parameters = [parameter for parameter in part.parameters(recurse=False) if parameter.requires_grad]
     if not parameters:

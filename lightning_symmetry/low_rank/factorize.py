@@ -53,7 +53,7 @@ def factorize(
             that keeps this share of :math:`\|W\|_F^2`; or ``"stable"``, the stable rank rounded up. See
             :func:`~lightning_symmetry.low_rank.rank.choose_rank`.
         init: ``"spectral"`` (eq. 3), ``"spectral_ones"`` (eq. 3 with :math:`S_r = I`; does not keep the function) or
-            ``"random"``, with the variance of PyTorch's own initialisation in the product, see
+            ``"random"``, with the mean square of the weight's entries in the product, see
             :func:`~lightning_symmetry.low_rank.initialisation.initial_factors`.
         scheme: ``"kxk-1x1"`` or ``"1xk-kx1"``: the two convolutions that become of an ``nn.Conv2d``.
         min_saving: Layers that would save a smaller share of their weight's parameters, or nothing, are left alone.

@@ -89,6 +89,16 @@ def usual_variance(layer: nn.Module) -> float:
     return 1.0 if isinstance(layer, nn.Embedding) else 1 / (3 * layer.weight[0].numel())
 
 
+def kept_variance(weight: Tensor, usual: float) -> float:
+    """Return the mean square of a weight's entries, which random factors in its place are to have in their product.
+
+    Args:
+        weight: The weight.
+        usual: What to return where it is zero, which no random factors should be.
+    """
+    return float(weight.detach().double().square().mean()) or usual
+
+
 def layer_generator(seed: int, name: str) -> torch.Generator:
     """Return a CPU generator that depends on the seed and the layer's name only."""
     digest = hashlib.sha256(f"low rank/{seed}/{name}".encode()).digest()

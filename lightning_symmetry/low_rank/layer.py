@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_symmetry.low_rank.decomposition import Decomposition
-from lightning_symmetry.low_rank.initialisation import Init, initial_factors, layer_generator, usual_variance
+from lightning_symmetry.low_rank.initialisation import (
+    Init,
+    initial_factors,
+    kept_variance,
+    layer_generator,
+    usual_variance,
+)
 from lightning_symmetry.low_rank.rank import Rank, choose_rank
 from lightning_symmetry.surgery import ReparametrizedLayer
 
@@ -114,8 +120,8 @@ class LowRankLayer(LowRankMap, ReparametrizedLayer):
             rank: A number, a share of the full rank, ``"energy:0.9"`` or ``"stable"``, see
                 :func:`~lightning_symmetry.low_rank.rank.choose_rank`. Break-even is no limit here.
             init: ``"spectral"``, ``"spectral_ones"`` or ``"random"``, see
-                :func:`~lightning_symmetry.low_rank.initialisation.initial_factors`. Random factors have a product with
-                the variance of PyTorch's own initialisation: :math:`1 / (3 \cdot \text{fan-in})`, for embeddings 1.
+                :func:`~lightning_symmetry.low_rank.initialisation.initial_factors`. Entries of the product of random
+                factors have the mean square of the weight's: of a new layer that of its own initialisation.
             seed: Seed of random factors.
             name: Name of the layer in its network; factors are drawn for each name apart.
             **settings: ``scheme``, for convolutions.
@@ -151,8 +157,8 @@ class LowRankLayer(LowRankMap, ReparametrizedLayer):
             **settings: ``scheme``, for convolutions.
         """
         precision = torch.finfo(layer.weight.dtype).eps
-        generator = layer_generator(seed, name)
-        factors = initial_factors(decomposition, rank, init, usual_variance(layer), generator, precision)
+        variance, generator = kept_variance(layer.weight, usual_variance(layer)), layer_generator(seed, name)
+        factors = initial_factors(decomposition, rank, init, variance, generator, precision)
         return cls.from_factors(layer, *factors, **settings)
 
     @classmethod

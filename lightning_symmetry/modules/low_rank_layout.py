@@ -37,5 +37,9 @@ class LowRankLayoutMixin:
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the layout of a checkpoint, before its weights are loaded."""
-        apply_layout(self, checkpoint.get(LAYOUT_KEY, layout_of_state(self, checkpoint["state_dict"])))
+        layout = checkpoint.get(LAYOUT_KEY)
+        if layout is None and "state_dict" in checkpoint:  # sharding strategies keep it elsewhere
+            layout = layout_of_state(self, checkpoint["state_dict"])
+        if layout is not None:
+            apply_layout(self, layout)
         super().on_load_checkpoint(checkpoint)

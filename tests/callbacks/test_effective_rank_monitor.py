@@ -11,7 +11,7 @@ from spectral_runs import Regression, Rows, fit, network
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from lightning_symmetry import asymmetrize
+from lightning_symmetry import asymmetrize, effective_rank
 from lightning_symmetry.callbacks import EffectiveRankMonitor, SpectralFactorization
 from lightning_symmetry.low_rank.projections import DenseProjection, LowRankProjection
 
@@ -124,6 +124,17 @@ def test_kernels_are_matrices_of_the_scheme_before_and_after_the_switch(scheme):
     before, *after = (row["effective_rank/net.1"] for row in logger.rows if "effective_rank/net.1" in row)
     assert len(after) == 3
     assert after == pytest.approx([before] * 3, rel=0.02)
+
+
+@pytest.mark.parametrize("scheme", ["kxk-1x1", "1xk-kx1"])
+def test_kernels_with_constants_are_the_matrices_of_plain_ones(scheme):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Unflatten(1, (2, 2, 3)), nn.Conv2d(2, 6, 2, groups=2), nn.Flatten(), nn.Linear(12, 3))
+    asymmetrize(net, n_fix=1, kappa=1.0, skip=["3"])
+    expected = effective_rank(net[1].to_layer(), scheme)
+    monitor, logger = EffectiveRankMonitor(1, layers=["*1"], scheme=scheme), Rows()
+    fit(Regression(net, "sgd"), monitor, steps=1, logger=logger)
+    assert logger.rows[0]["effective_rank/net.1"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_weight_that_is_not_finite_is_left_out_and_warned_of():

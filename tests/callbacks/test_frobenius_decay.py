@@ -15,7 +15,7 @@ from spectral_runs import Regression, fit, loader, network
 from torch import Tensor, nn
 
 from lightning_symmetry.callbacks import FrobeniusDecay, SpectralFactorization
-from lightning_symmetry.low_rank import factorize, frobenius_decay
+from lightning_symmetry.low_rank import add_frobenius_decay_, decay_factors_, factorize, frobenius_decay
 
 RATE, WEIGHT = 0.05, 0.1
 
@@ -117,6 +117,37 @@ def test_decay_of_dense_weights_is_the_optimizers(kind, decoupled, settings):
     fit(theirs, **data)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "plain"])
+def test_decoupled_decay_is_the_optimizers_where_it_takes_no_step(optimizer):
+    """Of a layer that is not used, and where a gradient of fp16 has overflowed."""
+    runs = []
+    for amount, callbacks in ((0.0, [FrobeniusDecay(WEIGHT, decoupled=True, dense=True)]), (WEIGHT, [])):
+        module = Grouped(torch.optim.AdamW, amount, fused=optimizer == "fused")
+        module.spare = nn.Linear(3, 3)
+        nn.init.ones_(module.spare.weight)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)  # 4 overflows come first
+        fit(module, *callbacks, steps=12, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+        assert scaler.get_scale() < 2.0**20
+        assert torch.equal(module.spare.weight, torch.ones(3, 3))
+        runs.append(module)
+    for a, b in zip(*(module.parameters() for module in runs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_under_autocast_decay_is_in_the_precision_of_the_factors(decoupled):
+    net = factorize(network(), 2, skip=["4"])
+    part, before = net[0], [p.detach().clone() for p in (net[0].left, net[0].right)]
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with torch.autocast("cpu", torch.bfloat16):
+        decay_factors_(net, WEIGHT) if decoupled else add_frobenius_decay_(net, WEIGHT)
+    left, right = (p.double() for p in before)
+    expected = WEIGHT * left @ right.T @ right
+    moved = before[0] - part.left.detach() if decoupled else part.left.grad
+    torch.testing.assert_close(moved.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 class Penalty(pl.Callback):

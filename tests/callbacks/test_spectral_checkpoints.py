@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler
 from lightning_symmetry.callbacks import SpectralFactorization
 from lightning_symmetry.low_rank import factorize, low_rank_maps
 from lightning_symmetry.low_rank.layout import layout_of
+from lightning_symmetry.modules import SupervisedModule
 from lightning_symmetry.modules.low_rank_layout import LAYOUT_KEY
 
 SWITCH, STEPS = 7, 16
@@ -152,6 +153,14 @@ def test_the_best_checkpoint_is_older_than_the_switch(tmp_path):
     run.test(module, loader(), ckpt_path="best", verbose=False)
     assert not low_rank_maps(module)
     assert all(not parameter.is_inference() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"low_rank_layout": {}}], ids=["older", "dense"])
+def test_a_checkpoint_without_weights_leaves_the_network(checkpoint):
+    """Strategies that shard parameters keep them in files of their own."""
+    module = SupervisedModule(network())
+    module.on_load_checkpoint(checkpoint)
+    assert type(module.net[0]) is nn.Linear
 
 
 def test_nothing_is_loaded_over_the_optimizer(tmp_path):

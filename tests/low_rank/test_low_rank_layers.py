@@ -211,6 +211,12 @@ def test_random_factors_have_the_variance_of_the_usual_initialisation():
         (LowRankEmbedding(1000, 64, 16), 1.0),
     ]:
         assert float(low.canonical_weight().detach().var()) == pytest.approx(variance, rel=0.1)
+    layer = nn.Linear(400, 300)
+    for scale in (3.0, 0.0):  # the scale is the weight's, and zero factors would never be trained
+        nn.init.normal_(layer.weight, std=scale)
+        low = LowRankLinear.from_layer(layer, 40, "random")
+        variance = scale**2 or 1 / 1200
+        assert float(low.canonical_weight().detach().square().mean()) == pytest.approx(variance, rel=0.1)
     layer = nn.Linear(8, 8)
     cases = [(0, "a"), (0, "b"), (1, "a")]
     seeds = [LowRankLinear.from_layer(layer, 2, "random", seed=seed, name=name).left for seed, name in cases]
