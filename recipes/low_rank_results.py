@@ -218,6 +218,8 @@ def _draw_ranks(ax: Axes, runs: Runs, dense: list[dict[str, Any]]) -> None:
             }
         ax.plot(steps, torch.tensor([r["course"]["mean"] for r in mine]).mean(0), **style)
     ax.set(xlabel="update", ylabel="effective rank, mean over layers", title="Effective rank, spectral", yscale="log")
+    for formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+        formatter("{x:g}")
     _legend_once(ax)
 
 
@@ -241,6 +243,9 @@ def _draw_sizes(ax: Axes, runs: Runs, quality: Quality) -> None:
             style["linestyle"] = "--" if label.endswith(STARTS["scratch"]) else "-"
         ax.plot(*zip(*sorted(points), strict=True), marker=".", label=label, **style)
     ax.set(xlabel="parameters", ylabel=quality.label, title="Size, spectral with Frobenius decay", xscale="log")
+    sizes = [size for size, _ in lines["dense"]]
+    ax.set_xticks(sizes, [f"{size / 1000:.3g} k" for size in sizes])
+    ax.xaxis.set_minor_formatter("")
     ax.legend(fontsize="small")
 
 
