@@ -6,7 +6,11 @@ there was some dense training before, and what half the step size does. At the o
 initialisation with Frobenius decay, from scratch and after dense training. All of a seed begin with the same dense
 weights and see the same batches. Finished trainings lie in the folder of the results and are not repeated.
 
-EXPECTED
+Expected on the default (source text of Python 3.11's standard library, seed 0, 290 CPU seconds on a busy machine, half
+of that on 2 free cores): test perplexity after 300 updates 8.8 for the dense network of width 64, 9.5 to 11.2 with
+factors of rank ratio 0.25, the lower for a pre-training; effective rank 12 against 6 to 7; a barrier of 0.25 on the way
+from the dense network, of 0.04 after pre-training. So few updates show little of the decay: recipes/README.md has
+longer runs.
 
     python recipes/low_rank_language.py
     python recipes/low_rank_language.py --config recipes/configs/lm1b.yaml --text DIR

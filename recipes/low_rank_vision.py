@@ -5,7 +5,10 @@ initialised, whether L2 decays each factor or Frobenius decay their product, whe
 before, and what half the step size does. All of a seed begin with the same dense weights and see the same batches.
 Finished trainings lie in the folder of the results and are not repeated.
 
-EXPECTED
+Expected on the default (handwritten digits, WRN-10-1, seed 0, 110 CPU seconds, half of that on 2 free cores): test
+accuracy about 98 to 99 % of 360 images, as the dense network; effective rank at the end about 5.5 with L2 and 6.5 with
+Frobenius decay, 22 dense; from a dense network the loss has a ridge on the way to one that was factorised from scratch,
+and hardly any to one that was pre-trained. recipes/README.md has larger runs.
 
     python recipes/low_rank_vision.py
     python recipes/low_rank_vision.py --config recipes/configs/cifar100_wrn.yaml --data_dir DIR
