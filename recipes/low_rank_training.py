@@ -243,12 +243,6 @@ def half_step_cells(setting: Any) -> list[Cell]:
     return [Cell("spectral", decay, start, setting.ranks[0], setting.widths[0], 0.5) for decay, start in chosen]
 
 
-def check_batch_size(setting: Any) -> None:
-    """Refuse a batch that cannot be divided among the devices."""
-    if setting.batch_size % setting.devices:
-        raise UsageError(f"`batch_size` {setting.batch_size} is no multiple of `devices` {setting.devices}.")
-
-
 def compare(
     make_task: Callable[[Any], Task], setting: Any, cells: Sequence[Cell], updates: int, label: str
 ) -> list[dict[str, Any]]:

@@ -23,7 +23,6 @@ from itertools import product
 from typing import Any, Literal
 
 import torch
-from jsonargparse import auto_cli
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from low_rank_results import Quality, report
 from low_rank_training import (
@@ -32,12 +31,11 @@ from low_rank_training import (
     Init,
     Start,
     Task,
-    check_batch_size,
     compare,
     half_step_cells,
     warmup_then_cosine,
 )
-from shared import UsageError, quiet
+from shared import check_batch_size, quiet, run_script
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.models import resnet50
@@ -183,7 +181,4 @@ def main(setting: Setting) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    try:
-        main(auto_cli(Setting, as_positional=False))
-    except UsageError as error:
-        raise SystemExit(f"low_rank_vision.py: {error}") from None
+    run_script(main, Setting)

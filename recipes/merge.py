@@ -29,12 +29,11 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from jsonargparse import auto_cli
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from linear_mode_connectivity import make_data
 from merge_checkpoint import Checkpoint
 from merge_steps import Merge, draw
-from shared import Ticks, UsageError, fit, publish, quiet, run_jobs, table
+from shared import Ticks, UsageError, fit, publish, quiet, run_jobs, run_script, table
 from torch import nn
 
 import lightning_symmetry as ls
@@ -263,7 +262,4 @@ def main(setting: Setting) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    try:
-        main(auto_cli(Setting, as_positional=False))
-    except UsageError as problem:
-        sys.exit(f"{Path(__file__).name}: {problem}")
+    run_script(main, Setting)

@@ -25,12 +25,22 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from jsonargparse import auto_cli
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from prong_convnet_course import Course
 from prong_convnet_networks import inception
 from prong_convnet_results import LABELS, best_rates, draw, summarise
-from shared import UsageError, make_trainer, publish, quiet, run_jobs, settings_of_a_training, stored, worker_count
+from shared import (
+    UsageError,
+    check_batch_size,
+    make_trainer,
+    publish,
+    quiet,
+    run_jobs,
+    run_script,
+    settings_of_a_training,
+    stored,
+    worker_count,
+)
 from torchmetrics.classification import MulticlassHammingDistance
 
 import lightning_symmetry as ls
@@ -187,8 +197,7 @@ def train(
 
 def check(setting: Setting) -> None:
     """Refuse settings that cannot be run, and a validation split that is the test split."""
-    if setting.batch_size % setting.devices:
-        raise UsageError(f"`batch_size` {setting.batch_size} is no multiple of `devices` {setting.devices}.")
+    check_batch_size(setting)
     if setting.steps % setting.val_every:
         raise UsageError(f"`steps` {setting.steps} is no multiple of `val_every` {setting.val_every}.")
     data = make_data(setting)
@@ -221,7 +230,4 @@ def main(setting: Setting) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    try:
-        main(auto_cli(Setting, as_positional=False))
-    except UsageError as error:
-        raise SystemExit(f"prong_convnet.py: {error}") from None
+    run_script(main, Setting)

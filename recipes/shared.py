@@ -7,6 +7,7 @@ import logging
 import multiprocessing as mp
 import os
 import queue
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -26,6 +28,24 @@ from tqdm.auto import tqdm
 
 class UsageError(ValueError):
     """Something that the user gave does not fit; scripts show it without traceback."""
+
+
+def run_script(main: Callable[[Any], Any], setting: type) -> None:
+    """Call a recipe with the setting of its command line; what the user gave wrong is said in a line."""
+    try:
+        main(auto_cli(setting, as_positional=False))
+    except UsageError as error:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from None
+
+
+def check_batch_size(setting: Any) -> None:
+    """Refuse a batch that cannot be divided among the devices.
+
+    Raises:
+        UsageError: If it cannot.
+    """
+    if setting.batch_size % setting.devices:
+        raise UsageError(f"`batch_size` {setting.batch_size} is no multiple of `devices` {setting.devices}.")
 
 
 class Ticks(Callback):

@@ -35,6 +35,13 @@ def assert_same(a: Gradients, b: Gradients, **tolerances: Any) -> None:
         torch.testing.assert_close(value, b[1][name], **tolerances)
 
 
+class Special(nn.Linear):
+    """A subclass of a layer that does something else with its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
 class Shared(nn.Module):
     """Has one module at two places."""
 

@@ -103,6 +103,15 @@ class Regression(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
+def step_by_hand(module: pl.LightningModule, loss: Tensor) -> None:
+    """Take a step with each optimizer of a module that optimizes manually."""
+    for optimizer in module.optimizers():
+        optimizer.zero_grad()
+    module.manual_backward(loss)
+    for optimizer in module.optimizers():
+        optimizer.step()
+
+
 class WithLayout(LowRankLayoutMixin, Regression):
     pass
 

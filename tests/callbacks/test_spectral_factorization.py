@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from spectral_runs import Regression, Rows, fit, loader, network
+from spectral_runs import Regression, Rows, fit, loader, network, step_by_hand
 from torch import Tensor, nn
 
 from lightning_symmetry.callbacks import SpectralFactorization
@@ -104,11 +104,7 @@ class Manual(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.mse_loss(self(batch[0]), batch[1])
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
+        step_by_hand(self, loss)
         return {"loss": loss}
 
     def configure_optimizers(self) -> Any:

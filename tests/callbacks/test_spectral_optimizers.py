@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from spectral_runs import INPUTS, OUTPUTS, Regression, assert_in_order, fit
+from spectral_runs import INPUTS, OUTPUTS, Regression, assert_in_order, fit, step_by_hand
 from torch import nn
 
 from lightning_symmetry.callbacks import SpectralFactorization
@@ -117,11 +117,7 @@ class TwoOptimizers(Trained):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
+        step_by_hand(self, loss)
         return {"loss": loss}
 
     def configure_optimizers(self) -> Any:

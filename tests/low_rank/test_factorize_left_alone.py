@@ -7,15 +7,11 @@ import warnings
 import pytest
 import torch
 import torch_geometric.nn
+from layer_contract import Special
 from low_rank_networks import Tied, images, network
 from torch import nn
 
 from lightning_symmetry import AsymmetricLinear, LowRankLinear, asymmetrize, factorize, recompose
-
-
-class Special(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * 2
 
 
 class Leftovers(nn.Module):

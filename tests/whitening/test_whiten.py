@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_geometric.nn
 import torchvision
-from layer_contract import Shared
+from layer_contract import Shared, Special
 from torch import nn
 
 from lightning_symmetry import MLP, ResNet
@@ -122,11 +122,6 @@ def test_a_shared_module_is_replaced_everywhere_by_one():
     unwhiten(net)
     assert net.first is net.block[0]
     assert type(net.first) is nn.Linear
-
-
-class Special(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * 2
 
 
 class Leftovers(nn.Module):
