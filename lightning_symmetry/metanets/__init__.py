@@ -1,5 +1,6 @@
 """Networks that read networks: zoos of trained networks, and metanetworks on their weights."""
 
+from lightning_symmetry.metanets.classifiers import zoo_classifier
 from lightning_symmetry.metanets.deep_sets import WeightDeepSets
 from lightning_symmetry.metanets.dmc import DMC
 from lightning_symmetry.metanets.flat_mlp import FlatMLP
@@ -34,4 +35,5 @@ __all__ = [
     "sample_hyperparameters",
     "weight_graph",
     "weight_statistics",
+    "zoo_classifier",
 ]

@@ -1,6 +1,7 @@
 """The papers' reference networks."""
 
 from lightning_symmetry.networks.autoencoder import Autoencoder
+from lightning_symmetry.networks.convnet import ConvNet
 from lightning_symmetry.networks.gnn import GNN
 from lightning_symmetry.networks.mlp import MLP
 from lightning_symmetry.networks.norm import ChannelNorm
@@ -21,6 +22,7 @@ __all__ = [
     "Autoencoder",
     "CausalAttention",
     "ChannelNorm",
+    "ConvNet",
     "ResNet",
     "ResNet20",
     "ResNet110",
