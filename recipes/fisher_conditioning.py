@@ -25,9 +25,8 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from jsonargparse import auto_cli
 from matplotlib.figure import Figure
-from shared import make_trainer, mean_and_deviation, publish, quiet, run_jobs, table, worker_count
+from shared import make_trainer, mean_and_deviation, publish, quiet, run_jobs, run_script, table, worker_count
 from torch import nn
 
 import lightning_symmetry as ls
@@ -272,4 +271,4 @@ def main(setting: Setting) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main(auto_cli(Setting, as_positional=False))
+    run_script(main, Setting)

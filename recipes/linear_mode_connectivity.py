@@ -22,9 +22,8 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from jsonargparse import auto_cli
 from matplotlib.figure import Figure
-from shared import Ticks, fit, mean_and_deviation, publish, quiet, run_jobs, save_json, table
+from shared import Ticks, fit, mean_and_deviation, publish, quiet, run_jobs, run_script, save_json, table
 
 import lightning_symmetry as ls
 
@@ -346,4 +345,4 @@ def main(setting: Setting) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main(auto_cli(Setting, as_positional=False))
+    run_script(main, Setting)

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from autoencoder_training import Data, Method, Training, make_data, run
-from jsonargparse import auto_cli
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from shared import mean_and_deviation, publish, quiet, run_jobs, table, worker_count
+from shared import mean_and_deviation, publish, quiet, run_jobs, run_script, table, worker_count
 
 LABELS = {
     "sgd": "SGD",
@@ -236,4 +235,4 @@ def main(setting: Setting) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(auto_cli(Setting, as_positional=False))
+    run_script(main, Setting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import multiprocessing as mp
@@ -18,6 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -32,10 +34,21 @@ class UsageError(ValueError):
 
 def run_script(main: Callable[[Any], Any], setting: type) -> None:
     """Call a recipe with the setting of its command line; what the user gave wrong is said in a line."""
+    atexit.register(leave_process_group)
     try:
         main(auto_cli(setting, as_positional=False))
     except UsageError as error:
         raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from None
+
+
+def leave_process_group() -> None:
+    """Destroy the process group, if there is one.
+
+    A process that leaves with its gloo group in place may abort while the interpreter shuts down, its work done
+    (pytorch/pytorch#190489); Lightning destroys groups of NCCL only.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def check_batch_size(setting: Any) -> None:

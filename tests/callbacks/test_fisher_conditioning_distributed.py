@@ -36,9 +36,7 @@ def callbacks() -> tuple[FisherConditioning, PRONG]:
 
 
 def test_two_processes_measure_what_one_does(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    launch(script, tmp_path)
+    launch(SCRIPT, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first["world"] == 2
     assert first == second

@@ -332,9 +332,7 @@ for method in ("weights", "activations"):
 def runs(tmp_path_factory) -> Path:
     """Results of a distributed script, by method and rank."""
     folder = tmp_path_factory.mktemp("ddp")
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    launch(script, folder, timeout=120)
+    launch(SCRIPT, folder, timeout=120)
     return folder
 
 

@@ -70,9 +70,7 @@ fit("repaired", supervised(deep_mlp()), split="val", batch_norm="repair")
 def runs(tmp_path_factory) -> Path:
     """Results of a distributed script, by name and rank."""
     folder = tmp_path_factory.mktemp("ddp")
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    launch(script, folder, timeout=120)
+    launch(SCRIPT, folder, timeout=120)
     return folder
 
 

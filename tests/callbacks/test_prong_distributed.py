@@ -78,9 +78,7 @@ def shares(rank: int) -> list:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    launch(script, folder)
+    launch(SCRIPT, folder)
     return folder
 
 

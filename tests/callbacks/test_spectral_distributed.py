@@ -79,9 +79,7 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    launch(script, folder)
+    launch(SCRIPT, folder)
     return folder
 
 

@@ -226,9 +226,7 @@ def test_logs_rate_and_divisions(tmp_path, capsys):
 
 def test_ranks_that_disagree_on_the_value_agree_on_the_rate(tmp_path):
     """Each rank logs its own value; one alone would divide, the mean does not."""
-    script = tmp_path / "run.py"
-    script.write_text(SCRIPT)
-    launch(script, tmp_path)
+    launch(SCRIPT, tmp_path)
     for rank in range(2):
         assert torch.load(tmp_path / f"{rank}.pt") == {"rates": [0.1, 0.1, 0.1], "best": pytest.approx(0.9)}
 

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from distributed import SpawnedProcesses
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SequentialSampler
@@ -335,7 +336,7 @@ def test_processes_divide_the_windows_among_themselves(file, tmp_path):
     sizes = TextData(str(file)).num_tokens
     context = next(c for c in range(60, 600) if all((sizes[s] - 1) // c % 2 == 0 for s in ("train", "val")))
     data = TextData(str(file), context=context, batch_size=100, cache_dir=str(tmp_path / "c"))
-    both = trainer(tmp_path, devices=2, strategy="ddp_spawn", max_epochs=1, enable_checkpointing=False)
+    both = trainer(tmp_path, devices=2, strategy=SpawnedProcesses(), max_epochs=1, enable_checkpointing=False)
     both.fit(Adder(), datamodule=data)
     for split in ("train", "val"):
         assert both.callback_metrics[split] == gather(data.eval_dataloader(split))[1].double().sum()

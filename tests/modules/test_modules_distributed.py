@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from distributed import SpawnedProcesses
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_symmetry import MLP, AsymmetricModule
@@ -22,7 +23,7 @@ def test_ddp(tmp_path):
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp_spawn",
+        strategy=SpawnedProcesses(),
         max_epochs=2,
         default_root_dir=tmp_path,
         logger=False,
