@@ -126,7 +126,7 @@ def path_values(
                     correct(i)
                     for batch in batches:
                         first, second = step(net, batch)
-                        value, count = _loss_sum(loss, first, second)
+                        value, count = loss_sum(loss, first, second)
                         totals[i] += value
                         counts[i] += count
                         for metric in meters[i].values():
@@ -158,7 +158,7 @@ def _number(name: str, value: Any) -> Tensor:
     return torch.as_tensor(value).cpu().double().reshape(())
 
 
-def _loss_sum(loss: Callable[[Any, Any], Tensor] | None, first: Any, second: Any) -> tuple[Tensor, int]:
+def loss_sum(loss: Callable[[Any, Any], Tensor] | None, first: Any, second: Any) -> tuple[Tensor, int]:
     """Return the summed loss and the number of samples of one batch; without samples the mean loss is undefined."""
     value, count = (first, second) if loss is None else (loss(first, second), len(second))
     if count == 0:
