@@ -7,6 +7,7 @@ from lightning_symmetry.data.image_dataset import TensorImages
 from lightning_symmetry.data.text import TextData
 from lightning_symmetry.data.text_windows import TokenWindows
 from lightning_symmetry.data.vision import VisionData
+from lightning_symmetry.data.zoo import ZooData
 
 __all__ = [
     "ArxivData",
@@ -19,4 +20,5 @@ __all__ = [
     "TextData",
     "TokenWindows",
     "VisionData",
+    "ZooData",
 ]

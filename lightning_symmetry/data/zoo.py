@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,8 +13,10 @@ from torch import Tensor
 
 from lightning_symmetry.data._checks import check_choice
 from lightning_symmetry.data.loaders import SPLITS, BatchedDataset, Split, SplitDataModule
+from lightning_symmetry.metanets.stat_nn import STATISTICS
 from lightning_symmetry.metanets.weight_layout import WeightLayout
 from lightning_symmetry.metanets.zoo import Zoo
+from lightning_symmetry.metanets.zoo_features import zoo_statistics
 from lightning_symmetry.metanets.zoo_splits import split_zoo
 
 
@@ -23,14 +27,15 @@ class ZooNetworks(BatchedDataset):
     `DataLoader(networks, batch_size=64, collate_fn=keep_batch)`.
     """
 
-    def __init__(self, zoo: Zoo, targets: Tensor) -> None:
+    def __init__(self, zoo: Zoo, targets: Tensor, features: Tensor | None = None) -> None:
         """Hold a zoo; nothing is read.
 
         Args:
             zoo: The networks, N of P weights.
             targets: What is to be told, float32 of shape (N,).
+            features: What is known of the weights, float32 of shape (N, F), to be given in their place.
         """
-        self.zoo, self.targets = zoo, targets
+        self.zoo, self.targets, self.features = zoo, targets, features
 
     def __len__(self) -> int:
         return len(self.zoo)
@@ -42,7 +47,7 @@ class ZooNetworks(BatchedDataset):
             index: Position in the data set.
 
         Returns:
-            Weights, float32 of shape (P,), and target, shape ().
+            Weights or features, float32 of shape (P,), and target, shape ().
 
         Raises:
             IndexError: If there is no such network.
@@ -57,9 +62,11 @@ class ZooNetworks(BatchedDataset):
             indices: Positions in the data set, from 0.
 
         Returns:
-            Weights, float32 of shape (B, P), and targets, float32 of shape (B,).
+            Weights or features, float32 of shape (B, P), and targets, float32 of shape (B,).
         """
-        return self.zoo.read(indices), self.targets[torch.as_tensor(indices)]
+        chosen = torch.as_tensor(indices)
+        read = self.zoo.read(indices) if self.features is None else self.features[chosen]
+        return read, self.targets[chosen]
 
 
 class ZooData(SplitDataModule):
@@ -68,20 +75,23 @@ class ZooData(SplitDataModule):
     Batches are `(weights, target)`, float32 of shapes (B, P) and (B,). Networks that diverged are left out. The
     division in training, validation and test networks is kept in the zoo's folder: whoever uses the same shares and
     seed sees the same networks. Weights are read from the mapped file by the batch, so a zoo may exceed memory.
-    Weights are as trained, and targets as noted: neither is normalised (see `training_statistics`).
+    Weights are as trained, and targets as noted: neither is normalised (a metanetwork standardises its input). With
+    `features="statistics"` batches have statistics of the weights in their place, which are computed once and kept in
+    the zoo's folder: for `StatNN(data.layout, precomputed=True)`.
 
     Source: The Empirical Impact of Neural Parameter Symmetries, or Lack Thereof (2024), section 5.3, App. E.3.
     """
 
     def __init__(
         self,
-        path: str,
+        path: str | Path,
         target: str = "accuracy",
         batch_size: int = 128,
         splits: tuple[float, float, float] = (0.5, 0.25, 0.25),
         split_seed: int = 0,
         num_workers: int = 0,
         eval_batch_size: int = 512,
+        features: Literal["weights", "statistics"] = "weights",
     ) -> None:
         """Set the split and the loaders' arguments.
 
@@ -93,11 +103,13 @@ class ZooData(SplitDataModule):
             split_seed: Seed of the division.
             num_workers: Worker processes of each loader.
             eval_batch_size: Networks in a batch of the validation, test and evaluation loaders.
+            features: What batches have of a network.
 
         Raises:
             ValueError: If an argument is out of range.
         """
         super().__init__(batch_size, eval_batch_size, num_workers)
+        self.features = check_choice("features", features, ("weights", "statistics"))
         self.path, self.target = path, target
         self.splits, self.split_seed = splits, split_seed
         self.save_hyperparameters(logger=False)
@@ -110,11 +122,13 @@ class ZooData(SplitDataModule):
     @cached_property
     def layout(self) -> WeightLayout:
         """What stands where in a row, for a metanetwork: which entries are constants of asymmetric layers, too."""
-        return WeightLayout({entry.name: entry.shape for entry in self.zoo.layout.in_rows}, self.zoo.fixed)
+        return WeightLayout.of_rows(self.zoo.layout, self.zoo.fixed)
 
     @property
     def num_features(self) -> int:
-        """P, the numbers in one row of a batch, constants of asymmetric layers included."""
+        """P, the numbers in one row of a batch, constants of asymmetric layers included among weights."""
+        if self.features == "statistics":
+            return len(STATISTICS) * len(self.layout.free_counts)
         return self.zoo.layout.num_features
 
     @cached_property
@@ -137,43 +151,26 @@ class ZooData(SplitDataModule):
         """
         return self._datasets[check_choice("split", split, SPLITS)].targets
 
-    def training_statistics(self) -> tuple[Tensor, Tensor]:
-        """Read the training networks once and return the mean and standard deviation of each number.
-
-        Returns:
-            Mean and standard deviation, float32 of shape (P,), summed in float64; the deviation of a number
-            that is the same in all networks is 0.
-        """
-        networks, count = self._datasets["train"], len(self._datasets["train"])
-        mean = torch.zeros(self.num_features, dtype=torch.float64)
-        squares = torch.zeros_like(mean)
-        for start in range(0, count, self.eval_batch_size):
-            indices = range(start, min(start + self.eval_batch_size, count))
-            chunk = networks.__getitems__(indices)[0].double()
-            # Chan, Golub and LeVeque's update: sums of squares about a running mean do not cancel
-            shift, share = chunk.mean(0) - mean, len(indices) / (start + len(indices))
-            squares += (chunk - chunk.mean(0)).square().sum(0) + shift.square() * (start * share)
-            mean += shift * share
-        return mean.float(), (squares / count).sqrt().float()
-
     def _dataset(self, split: Split, training: bool = False) -> ZooNetworks:
         return self._datasets[split]
 
     @cached_property
     def _datasets(self) -> dict[str, ZooNetworks]:
         found = {}
+        statistics = zoo_statistics(self.zoo) if self.features == "statistics" else None
         for split, positions in self.positions.items():
             networks = self.zoo.select(positions)
-            found[split] = ZooNetworks(networks, self._targets(networks))
+            features = None if statistics is None else statistics[torch.from_numpy(positions)]
+            found[split] = ZooNetworks(networks, self._targets(networks), features)
         return found
 
     def _targets(self, networks: Zoo) -> Tensor:
-        if not any(self.target in record for record in networks.records):
-            known = sorted({name for record in networks.records for name in record})
+        try:
+            values = networks[self.target]
+        except KeyError as error:
             raise ValueError(
-                f"Expected argument `target` to be in the records of {self.path}, {known}, but got {self.target!r}."
-            )
-        values = networks[self.target]
+                f"Expected argument `target` to be in the records, but got another: {error.args[0]}"
+            ) from error
         numeric = values.dtype != object and np.issubdtype(values.dtype, np.number)
         wrong = [] if not numeric else networks.indices[~np.isfinite(values)].tolist()
         if not numeric or wrong:

@@ -33,8 +33,9 @@ def zoo_classifier(
 
     ``"w"`` fixes 8 filters of each output channel, and 8 entries of each row of the head, at constants of standard
     deviation 2. Of the first convolution, which has no 8 filters to fix, it fixes 4 of 9 entries (digits) or 12 of 27
-    (CIFAR). That leaves 60,874 of the 78,042 weights trainable. The paper's 60,634 are what is left if all 27 entries
-    are fixed; its stem would then learn nothing, and its rows have no distinct masks, which Theorem 1 asks for.
+    (CIFAR). That leaves 3,914 of the 7,514 and 60,874 of the 78,042 weights trainable. The paper's 60,634 are what is
+    left if all 27 entries are fixed; its stem would then learn nothing, and its rows have no distinct masks, which
+    Theorem 1 asks for.
 
     ``"sigma"`` has FiGLU of standard deviation :math:`1 / \sqrt{d}` for activations.
 

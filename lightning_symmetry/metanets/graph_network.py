@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,12 +25,12 @@ class GraphMetanetwork(Metanetwork):
     .. math::
         e_{ij} &\leftarrow e_{ij} + \mathrm{MLP}(e_{ij}, v_i, v_j), \\
         v_i &\leftarrow v_i + \mathrm{MLP}\bigl(v_i, \mathrm{mean}_j\, m_{ij}, \mathrm{mean}_j\, m'_{ij}\bigr), \qquad
-        m_{ij} = a(e_{ij}) \odot B v_j + c(e_{ij})
+        m_{ij} = e_{ij} \odot (B v_j + b)
 
     with messages along and against the direction of the weights. A perceptron reads the means of the nodes of each
     part: ``(B, P) -> (B, outputs)``. It is invariant to every traced permutation. Of asymmetric networks, whose units
     do not move, each unit has an embedding of its own, and edges say which of their entries are fixed. Standardised by
-    the statistics of each tensor.
+    the statistics of each tensor, of its constants apart from those of its other entries.
 
     Args:
         layout: What stands where in the flat vectors; fixed entries must hold the constants.
@@ -40,7 +41,7 @@ class GraphMetanetwork(Metanetwork):
         bounded: Whether outputs lie in [0, 1], by a sigmoid.
 
     Raises:
-        ValueError: If the layout is not the traced network's, or a number is not positive.
+        ValueError: If the layout is not that of the graph or of the traced network, or a number is not positive.
 
     Source: Lim et al., Graph Metanetworks for Processing Diverse Neural Architectures (2024); Kofinas et al., Graph
     Neural Networks for Learning Equivariant Representations of Neural Networks (2024), for messages that edges modulate
@@ -62,7 +63,12 @@ class GraphMetanetwork(Metanetwork):
         if hidden < 1 or layers < 1:
             raise ValueError(f"Expected `hidden` and `layers` to be at least 1 but got {hidden} and {layers}.")
         self.graph = graph if isinstance(graph, WeightGraph) else weight_graph(self.layout, graph)
-        self.normalization = Normalization(self.layout.tensor_of)
+        for ours, theirs in zip_longest(self.layout.shapes.items(), self.graph.layout.shapes.items()):
+            if ours != theirs:
+                raise ValueError(f"The graph is of networks that have {theirs} where the layout has {ours}.")
+        # Constants are many times as large as weights, which would be lost beside them.
+        kinds = 2 * self.layout.tensor_of + self.layout.fixed
+        self.normalization = Normalization(kinds.unique(return_inverse=True)[1])
         self.on_edges = nn.ModuleList(_Entries(t, hidden) for t in self.graph.tensors if t.is_edge)
         self.on_nodes = nn.ModuleList(_Entries(t, hidden) for t in self.graph.tensors if not t.is_edge)
         self.orbits = nn.Embedding(int(self.graph.orbit.max()) + 1, hidden)

@@ -39,21 +39,22 @@ def sample_hyperparameters(
         ``(n,)``.
 
     Raises:
-        ValueError: If ``n`` is negative, an interval is empty, or one that is log-uniform does not lie above 0.
+        ValueError: If ``n`` is negative, an interval is empty, one that is log-uniform does not lie above 0, smoothing
+            not within [0, 1], or epochs are below 1.
 
     Source: The Empirical Impact of Neural Parameter Symmetries (2024), App. E.3.1, Table 8.
     """
     if n < 0:
         raise ValueError(f"Expected `n` to be at least 0 but got {n}.")
-    for name, (low, high), positive in (
-        ("learning_rate", learning_rate, True),
-        ("weight_decay", weight_decay, True),
-        ("label_smoothing", label_smoothing, False),
-        ("epochs", epochs, False),
+    least, largest = np.finfo(np.float64).tiny, np.finfo(np.float64).max
+    for name, (low, high), bottom, top, where in (
+        ("learning_rate", learning_rate, least, largest, "above 0"),
+        ("weight_decay", weight_decay, least, largest, "above 0"),
+        ("label_smoothing", label_smoothing, 0, 1, "within [0, 1]"),
+        ("epochs", epochs, 1, largest, "of at least 1"),
     ):
-        if not low <= high or (positive and low <= 0):
-            above = " above 0" if positive else ""
-            raise ValueError(f"Expected `{name}` to be an interval (low, high){above} but got {(low, high)}.")
+        if not bottom <= low <= high <= top:
+            raise ValueError(f"Expected `{name}` to be an interval (low, high) {where} but got {(low, high)}.")
     # One row a network, so that the first rows do not depend on how many follow.
     uniform = np.random.default_rng(seed).random((n, 4)).T
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -12,9 +12,8 @@ from typing_extensions import Self
 
 from lightning_symmetry.metanets.normalization import Normalization
 from lightning_symmetry.metanets.weight_layout import WeightLayout
-from lightning_symmetry.metanets.zoo_layout import ZooLayout
 
-Layout = WeightLayout | ZooLayout | Mapping[str, Sequence[int]]
+Layout = WeightLayout | Mapping[str, Sequence[int]]
 """What describes a flat vector of weights: names and shapes, in order."""
 
 
@@ -50,11 +49,11 @@ class Metanetwork(nn.Module, ABC):
     def read(self, features: Tensor) -> Tensor:
         """Map standardised features ``(B, F)`` to ``(B, outputs)``; to ``(B, 1)`` where ``outputs`` is None."""
 
-    def fit_normalization(self, weights: Tensor) -> Self:
+    def fit_normalization(self, weights: Tensor | Iterable[Tensor]) -> Self:
         """Take the means and standard deviations by which the input is standardised from the training networks.
 
         Args:
-            weights: Their weights, shape ``(N, P)``.
+            weights: Their weights, shape ``(N, P)``; or batches of them, which are read once.
 
         Returns:
             The metanetwork itself, whose ``state_dict`` holds them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ class Normalization(nn.Module):
 
     Args:
         group_of: Number of the group of each column, int64 of shape ``(F,)``.
+
+    Attributes:
+        fitted: Whether :meth:`fit` has seen anything, a boolean buffer that is saved with the statistics.
     """
 
     def __init__(self, group_of: Tensor) -> None:
@@ -27,40 +30,45 @@ class Normalization(nn.Module):
         self.register_buffer("group_of", group_of, persistent=False)
         self.register_buffer("mean", torch.zeros(groups))
         self.register_buffer("std", torch.ones(groups))
+        self.register_buffer("fitted", torch.tensor(False))
 
     @torch.no_grad()
-    def fit(self, weights: Tensor, features: Callable[[Tensor], Tensor]) -> None:
-        """Take the statistics of samples, by chunks and in float64.
+    def fit(self, weights: Tensor | Iterable[Tensor], features: Callable[[Tensor], Tensor]) -> None:
+        """Take the statistics of samples in one pass, by chunks and in float64.
 
         Args:
-            weights: Rows of weights, shape ``(N, P)``, on any device.
+            weights: Rows of weights, shape ``(N, P)``, on any device; or batches of them, which are read once.
             features: Maps rows of weights to the ``(n, F)`` columns.
 
         Raises:
             ValueError: If there is no sample, or a column is not finite: leave out networks that diverged.
         """
-        if len(weights) == 0:
-            raise ValueError("Expected the weights of at least one network but got none.")
         group_of = self.group_of
         columns = torch.bincount(group_of, minlength=len(self.mean)).double()
-        size = max(1, _CHUNK // weights.shape[1])
+        mean, squares, count = torch.zeros_like(columns), torch.zeros_like(columns), 0
 
-        def mean_of(function: Callable[[Tensor], Tensor]) -> Tensor:
-            """Average over samples and the columns of each group."""
-            total = torch.zeros(len(group_of), dtype=torch.float64, device=group_of.device)
-            for chunk in weights.split(size):
-                total += function(features(chunk.to(group_of.device)).double()).sum(0)
-            return torch.zeros_like(columns).index_add_(0, group_of, total) / (columns * len(weights))
+        def by_group(values: Tensor) -> Tensor:
+            return torch.zeros_like(columns).index_add_(0, group_of, values.sum(0))
 
-        mean = mean_of(lambda values: values)
+        for batch in [weights] if isinstance(weights, Tensor) else weights:
+            for chunk in batch.split(max(1, _CHUNK // batch.shape[1])) if len(batch) else ():
+                values = features(chunk.to(group_of.device)).double()
+                # Chan, Golub and LeVeque's update: sums of squares about a running mean do not cancel.
+                own = by_group(values) / (columns * len(chunk))
+                shift, share = own - mean, len(chunk) / (count + len(chunk))
+                squares += by_group((values - own[group_of]).square()) + shift.square() * columns * (count * share)
+                mean += shift * share
+                count += len(chunk)
+        if count == 0:
+            raise ValueError("Expected the weights of at least one network but got none.")
         if not bool(mean.isfinite().all()):
             raise ValueError("The weights are not all finite: leave out the networks that diverged.")
-        variance = mean_of(lambda values: (values - mean[group_of]).square())
-        std = variance.sqrt()
+        std = (squares / (columns * count)).sqrt()
         # A group that does not vary but for rounding, such as constants, would only show the rounding.
-        std[std <= 1e-6 * mean.abs()] = 1.0
+        std[std <= 1e-6 * mean.abs() + torch.finfo(self.std.dtype).tiny] = 1.0
         self.mean.copy_(mean)
         self.std.copy_(std)
+        self.fitted.fill_(True)
 
     def forward(self, columns: Tensor) -> Tensor:
         """Standardise ``(B, F)`` columns."""

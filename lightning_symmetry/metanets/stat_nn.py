@@ -52,7 +52,7 @@ def weight_statistics(weights: Tensor, layout: Layout) -> Tensor:
 
 def _statistics(entries: Tensor) -> Tensor:
     """Return the statistics of ``(B, n)`` entries of one tensor, ``(B, 7)``."""
-    ordered = _sorted(entries)
+    ordered = sorted_rows(entries)
     last = entries.shape[1] - 1
     places = [level * last for level in _LEVELS]
     below = [int(place) for place in places]
@@ -63,7 +63,7 @@ def _statistics(entries: Tensor) -> Tensor:
     return torch.cat([mean.unsqueeze(1), variance.unsqueeze(1), quantiles], dim=1)
 
 
-def _sorted(entries: Tensor) -> Tensor:
+def sorted_rows(entries: Tensor) -> Tensor:
     """Sort each row; numpy does so several times faster on the CPU."""
     in_numpy = entries.device.type == "cpu" and entries.dtype in (torch.float32, torch.float64)
     if not in_numpy or (entries.requires_grad and torch.is_grad_enabled()):
@@ -75,8 +75,8 @@ class StatNN(Metanetwork):
     """Perceptron on statistics of each tensor, which are invariant to the permutation symmetries of the network.
 
     (linear, LayerNorm, ReLU) for each hidden width, then linear, on :func:`weight_statistics`, each standardised by
-    itself: ``(B, P) -> (B, outputs)``. For the paper's networks of 29 tensors and two hidden layers of 256 it has
-    119,297 parameters.
+    itself: ``(B, P) -> (B, outputs)``. For the paper's networks of 29 tensors, asymmetric or not, and two hidden layers
+    of 256 it has 119,297 parameters.
 
     Args:
         layout: What stands where in the flat vectors.

@@ -56,11 +56,13 @@ class WeightGraph:
             unit that cannot move has its own.
         part: For each node the number of its part: all units that stand on the same axes.
         tensors: Where the entries of each tensor stand.
+        layout: What stands where in the flat vectors.
     """
 
     orbit: Tensor
     part: Tensor
     tensors: tuple[TensorInGraph, ...]
+    layout: WeightLayout
 
     @property
     def num_nodes(self) -> int:
@@ -104,7 +106,7 @@ def weight_graph(layout: Layout, spec: PermutationSpec, constants: Collection[st
     constants = {*constants, *(tensor.name for tensor in tensors if tensor.fixed is not None)}
     orbit = [orbits.setdefault(orbit_of(spec, key, constants), len(orbits)) for key in numbers]
     part = [parts.setdefault(part_of(spec, key), len(parts)) for key in numbers]
-    return WeightGraph(torch.tensor(orbit), torch.tensor(part), tuple(tensors))
+    return WeightGraph(torch.tensor(orbit), torch.tensor(part), tuple(tensors), layout)
 
 
 def network_graph(network: nn.Module, example_input: Any = None) -> WeightGraph:

@@ -49,16 +49,31 @@ class WeightLayout:
                 of its ``state_dict``.
         """
         layout = ZooLayout.of(network)
-        return cls({entry.name: entry.shape for entry in layout.in_rows}, fixed_entries(network, layout))
+        return cls.of_rows(layout, fixed_entries(network, layout))
 
     @classmethod
-    def make(cls, layout: WeightLayout | ZooLayout | Mapping[str, Sequence[int]]) -> WeightLayout:
-        """Return any description of a layout as one of these."""
-        if isinstance(layout, WeightLayout):
-            return layout
+    def of_rows(cls, layout: ZooLayout, fixed: Tensor) -> WeightLayout:
+        """Return the layout of a zoo's rows.
+
+        Args:
+            layout: ``zoo.layout``.
+            fixed: ``zoo.fixed``, which entries are constants, booleans of shape ``(P,)``.
+        """
+        return cls({entry.name: entry.shape for entry in layout.in_rows}, fixed)
+
+    @classmethod
+    def make(cls, layout: WeightLayout | Mapping[str, Sequence[int]]) -> WeightLayout:
+        """Return any description of a layout as one of these.
+
+        Raises:
+            TypeError: If it is that of a zoo, which does not say what is fixed.
+        """
         if isinstance(layout, ZooLayout):
-            return cls({entry.name: entry.shape for entry in layout.in_rows})
-        return cls(layout)
+            raise TypeError(
+                "A ZooLayout does not say which weights are constants of asymmetric layers: give "
+                "WeightLayout.of_rows(zoo.layout, zoo.fixed), or the `layout` of ZooData."
+            )
+        return layout if isinstance(layout, WeightLayout) else cls(layout)
 
     @property
     def names(self) -> list[str]:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from lightning_symmetry.metanets.zoo_append import check_size
-from lightning_symmetry.metanets.zoo_factory import build, imported
+from lightning_symmetry.metanets.zoo_factory import zoo_network
 from lightning_symmetry.metanets.zoo_files import DTYPES, WEIGHTS, ZooError, ZooHeader, canonical, read_constants
 from lightning_symmetry.metanets.zoo_layout import ZooLayout
-from lightning_symmetry.metanets.zoo_manifest import Manifest, checksummed
+from lightning_symmetry.metanets.zoo_manifest import Manifest, checksummed, column
 
 
 class StoredNetwork(NamedTuple):
@@ -107,15 +107,7 @@ class Zoo:
         if not any(name in record for record in records):
             known = sorted({key for record in records for key in record})
             raise KeyError(f"No record of {self.path} has {name!r}; there are {known}.")
-        values = [record.get(name) for record in records]
-        kinds = {type(value) for value in values}
-        if len(kinds) == 1 and kinds <= {int, bool, str}:
-            return np.array(values)
-        if kinds <= {int, float, type(None)}:
-            return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
-        column = np.empty(len(values), dtype=object)
-        column[:] = values
-        return column
+        return column([record.get(name) for record in records])
 
     @property
     def layout(self) -> ZooLayout:
@@ -149,20 +141,20 @@ class Zoo:
     def _shared(self) -> tuple[dict[str, Tensor], Tensor]:
         return read_constants(self.path, self.header.constants)
 
-    def read(self, positions: Iterable[int] | None = None) -> Tensor:
-        """Read weights as float32, in one pass over the file, into memory of their own.
+    def read(self, positions: Sequence[int] | np.ndarray | Tensor | None = None) -> Tensor:
+        """Read weights as float32 into memory of their own.
 
         Args:
             positions: Which networks, in any order; None for all.
 
         Returns:
             Weights, shape (k, P), in the order of `positions`.
+
+        Raises:
+            IndexError: If there is no such position, or it is no integer.
         """
-        rows = self._rows if positions is None else self._rows[np.asarray(positions, dtype=np.int64)]
-        out, everything = np.empty((len(rows), self.layout.num_features), np.float32), self._mapped()
-        for place in np.argsort(rows, kind="stable"):  # ascending, as the disk reads fastest
-            out[place] = everything[rows[place]]
-        return torch.from_numpy(out)
+        rows = self._rows if positions is None else self._rows[_chosen(positions)]
+        return torch.from_numpy(np.asarray(self._mapped())[rows].astype(np.float32, copy=False))
 
     def select(self, which: Callable[[dict[str, Any]], bool] | Sequence[int] | np.ndarray | Tensor) -> Zoo:
         """Return a view of some networks.
@@ -178,10 +170,7 @@ class Zoo:
         """
         if callable(which):
             which = [bool(which(record)) for record in self.records]
-        chosen = np.asarray(which)
-        if chosen.size == 0 and chosen.dtype != bool:
-            chosen = chosen.astype(np.int64)
-        view = Zoo(self.path, self.header, self._manifest, self._factory, self._rows[chosen])
+        view = Zoo(self.path, self.header, self._manifest, self._factory, self._rows[_chosen(which)])
         view._map = self._map
         return view
 
@@ -215,7 +204,7 @@ class Zoo:
         """
         stored = self.stored(position)
         if self._template is None:
-            self._template = self._build()
+            self._template = zoo_network(self.path, self.header, self._factory)
         network = copy.deepcopy(self._template)
         weights = torch.from_numpy(np.array(stored.weights, dtype=np.float32))
         state = dict(self.layout.unflatten(weights))
@@ -225,6 +214,25 @@ class Zoo:
             state[entry.name] = torch.full(entry.shape, value, dtype=getattr(torch, entry.dtype))
         network.load_state_dict(state)
         return network
+
+    def initial(self, position: int) -> nn.Module:
+        """Build a network as it was before its training, from the seed in its record.
+
+        Args:
+            position: Which one.
+
+        Returns:
+            A module of its own on the CPU, in evaluation mode.
+
+        Raises:
+            ValueError: If no seed was noted, it is not known how to build it, or what is built is another network or
+                has other constants.
+            IndexError: If there is no such position.
+        """
+        seed = self.stored(position).record.get("seed")
+        if seed is None:
+            raise ValueError(f"{self.path} does not say how network {position} began: its record has no `seed`.")
+        return zoo_network(self.path, self.header, self._factory, seed, self._shared[0])
 
     def checksum(self, progress: bool = True) -> str:
         """Read all networks and return a digest of what they are.
@@ -269,18 +277,6 @@ class Zoo:
         for position in tqdm(positions, "reading networks", disable=not progress, leave=False):
             yield hashlib.sha256(self.stored(position).weights).hexdigest()
 
-    def _build(self) -> nn.Module:
-        made_by = self.header.factory
-        if self._factory is not None:
-            network, title = build(self._factory, {}), "factory="
-        elif made_by is not None:
-            network, title = build(imported(made_by["function"]), made_by["arguments"]), made_by["function"]
-        else:
-            raise ValueError(f"{self.path} does not say how to build its network: Zoo.open(path, factory=...).")
-        if found := self.layout.difference(ZooLayout.of(network), str(self.path), f"what {title} builds"):
-            raise ValueError(f"{title} builds another network than that of {self.path}: {found}.")
-        return network
-
     def _mapped(self) -> np.ndarray:
         if self._map is None:
             shape, dtype = (len(self._manifest), self.layout.num_features), DTYPES[self.header.dtype]
@@ -291,3 +287,9 @@ class Zoo:
     def __getstate__(self) -> dict[str, Any]:
         # A mapped array pickles as a copy of what it holds; a worker process is to map the file itself.
         return {**self.__dict__, "_map": None}
+
+
+def _chosen(which: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
+    """Return an index of rows; nothing at all is of integers, where numpy takes it for floats."""
+    chosen = np.asarray(which)
+    return chosen if chosen.size or chosen.dtype == bool else chosen.astype(np.int64)

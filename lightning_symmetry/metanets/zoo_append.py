@@ -20,6 +20,7 @@ from lightning_symmetry.metanets.zoo_files import (
     ZooHeader,
     flush,
     flush_folder,
+    read_constants,
     write_constants,
 )
 from lightning_symmetry.metanets.zoo_lock import WriteLock
@@ -48,20 +49,27 @@ class Appender:
         Raises:
             ValueError: If there is a zoo of other networks.
             ZooError: If what is there is damaged, foreign or being written.
+            OSError: If the folder cannot be made or written, as on a full disk.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.header = folder, header
-        self._lock = WriteLock(folder)
         try:
-            self._start(constants, fixed)
-        except BaseException:
-            self._lock.release()
-            raise
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = WriteLock(folder)
+            try:
+                self._start(constants, fixed)
+            except BaseException:
+                self._lock.release()
+                raise
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{error.strerror}: the zoo cannot be opened for writing", str(folder)
+            ) from error
 
     def _start(self, constants: dict[str, Tensor], fixed: Tensor) -> None:
         files = (self.folder / WEIGHTS, self.folder / MANIFEST)
         if (self.folder / HEADER).exists():
             ZooHeader.read(self.folder).check_same(self.header, str(self.folder), "the network to write")
+            read_constants(self.folder, self.header.constants)  # no networks for a zoo that cannot be read
         elif found := [file for file in files if file.exists()]:
             raise ZooError(f"{found[0]} is there without {HEADER}: it belongs to no zoo. Choose another folder.")
         else:
@@ -72,6 +80,7 @@ class Appender:
         for file in files:
             file.touch()
         flush_folder(self.folder)
+        flush_folder(self.folder.parent)
         self._weights, self._lines = (file.open("r+b", buffering=0) for file in files)
 
     def append(self, rows: np.ndarray, records: Sequence[dict[str, Any]], counters: Sequence[list[int]]) -> None:
@@ -93,6 +102,7 @@ class Appender:
         ]
         lines = chunk_lines(entries)
         try:
+            self._lines.truncate(self.manifest.size)  # before the weights that a chunk cut short speaks of
             self._write(self._weights, len(self.manifest) * self.header.row_bytes, rows)
             self._write(self._lines, self.manifest.size, lines)
         except OSError as error:

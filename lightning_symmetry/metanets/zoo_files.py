@@ -80,10 +80,11 @@ class ZooHeader:
 
     def write(self, folder: Path) -> None:
         """Write the header; the folder is a zoo from then on."""
-        entries = {"kind": "zoo of networks", "format": FORMAT, "dtype": self.dtype, "constants": self.constants}
-        more = {"factory": self.factory, "versions": self.versions, "entries": self.layout.to_json()}
+        content = {"kind": "zoo of networks", "format": FORMAT, "dtype": self.dtype, "constants": self.constants}
+        content |= {"factory": self.factory, "versions": self.versions, "entries": self.layout.to_json()}
+        digest = hashlib.sha256(canonical(content)).hexdigest()
         with replacing(folder / HEADER) as file:
-            file.write(json.dumps(entries | more, indent=1).encode())
+            file.write(json.dumps({**content, "sha256": digest}, indent=1).encode())
 
     @classmethod
     def read(cls, folder: Path) -> ZooHeader:
@@ -94,7 +95,7 @@ class ZooHeader:
 
         Raises:
             FileNotFoundError: If there is no zoo.
-            ZooError: If the header is foreign or of another version.
+            ZooError: If the header is damaged, foreign or of another version.
         """
         file = folder / HEADER
         if not file.is_file():
@@ -113,6 +114,8 @@ class ZooHeader:
                 "zoo with the version that wrote it (noted in the header), or write it anew."
             )
         try:
+            if content.pop("sha256") != hashlib.sha256(canonical(content)).hexdigest():
+                raise ValueError("its digest is another")
             layout = ZooLayout.from_json(content["entries"])
             header = cls(layout, content["dtype"], content["constants"], content["factory"], content["versions"])
             DTYPES[header.dtype]

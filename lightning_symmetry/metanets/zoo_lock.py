@@ -16,6 +16,10 @@ except ImportError:  # Windows: two writers are not noticed there
 LOCK = ".lock"
 
 
+class ZooBusyError(ZooError):
+    """Another process is writing there."""
+
+
 class WriteLock:
     """The lock of a folder, which the operating system lets go when the process ends, however it ends."""
 
@@ -26,7 +30,7 @@ class WriteLock:
             folder: Folder to write to, which exists.
 
         Raises:
-            ZooError: If another writer has it.
+            ZooBusyError: If another writer has it.
         """
         self._file = (folder / LOCK).open("a+b")
         try:
@@ -36,7 +40,7 @@ class WriteLock:
             self._file.seek(0)
             holder = self._file.read().decode(errors="replace") or "another writer"
             self._file.close()
-            raise ZooError(
+            raise ZooBusyError(
                 f"{folder} is being written by {holder}. Wait for it, or write another shard into a folder of its own "
                 "and put them together with merge_zoos."
             ) from None

@@ -11,10 +11,12 @@ import hashlib
 import json
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lightning_symmetry.metanets.zoo_files import MANIFEST, ZooError, canonical
 
@@ -101,10 +103,10 @@ def plain_record(record: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: If something in it cannot be written as JSON.
     """
-    plain = _plain(dict(record))
     try:
+        plain = _plain(dict(record))
         canonical(plain)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the last from tensors of several numbers
         raise ValueError(
             f"Expected records to hold numbers, strings, booleans, None, lists and dictionaries, but got {record!r}."
         ) from error
@@ -114,6 +116,22 @@ def plain_record(record: Mapping[str, Any]) -> dict[str, Any]:
 def checksummed(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a record that belongs to a zoo's checksum: what does not begin with an underscore."""
     return {name: value for name, value in record.items() if not name.startswith("_")}
+
+
+def column(values: Sequence[Any]) -> np.ndarray:
+    """Return one entry of all records as an array of the narrowest kind; None among numbers is nan.
+
+    Args:
+        values: The entry of each record.
+    """
+    kinds = {type(value) for value in values}
+    if len(kinds) == 1 and kinds <= {int, bool, str}:
+        return np.array(values)
+    if kinds <= {int, float, type(None)}:
+        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    objects = np.empty(len(values), dtype=object)
+    objects[:] = values
+    return objects
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from lightning_symmetry.metanets.zoo import Zoo
 from lightning_symmetry.metanets.zoo_append import Appender
-from lightning_symmetry.metanets.zoo_files import read_constants
+from lightning_symmetry.metanets.zoo_files import WEIGHTS, ZooError, flush_folder, read_constants
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -21,7 +21,8 @@ def merge_zoos(zoos: Sequence[str | Path | Zoo], out: str | Path, progress: bool
     """Write the networks of several zoos into one, in the order of their `index`.
 
     The result does not depend on the order of `zoos`, and is that of one writer who wrote all networks in order.
-    Weights are compared with their digests on the way.
+    Weights are compared with their digests on the way. A merge that is killed leaves a hidden folder beside `out`,
+    ``.NAME.*``, which can be removed.
 
     Args:
         zoos: Folders, or open zoos such as a view that :meth:`Zoo.select` gave.
@@ -36,6 +37,7 @@ def merge_zoos(zoos: Sequence[str | Path | Zoo], out: str | Path, progress: bool
         ValueError: If architectures, constants, dtypes or factories differ, or an index is in two zoos; the message
             names both sides.
         ZooError: If a zoo is damaged.
+        OSError: If the disk is full; nothing is left behind.
     """
     out = Path(out)
     if out.exists():
@@ -60,12 +62,20 @@ def merge_zoos(zoos: Sequence[str | Path | Zoo], out: str | Path, progress: bool
                     [network.record for network in chunk],
                     [network.counters for network in chunk],
                 )
-                if files.manifest.digests[start:] != [network.sha256 for network in chunk]:
-                    for zoo in opened:
-                        zoo.verify(progress)  # says which
+                written = files.manifest.digests[start:]
+                for (which, _), network, sha256 in zip(places[start : start + step], chunk, written, strict=True):
+                    if network.sha256 != sha256:
+                        raise ZooError(
+                            f"{opened[which].path / WEIGHTS} is damaged: the network of index "
+                            f"{network.record['index']} is not what was written. Copy the zoo again; Zoo.verify() "
+                            "names all that are damaged."
+                        )
         finally:
             files.close()
         partial.rename(out)
+        flush_folder(out.parent)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: the merged zoo was not written", str(out)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Zoo.open(out)

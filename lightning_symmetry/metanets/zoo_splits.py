@@ -62,7 +62,10 @@ def split_zoo(zoo: Zoo, fractions: Sequence[float] = (0.5, 0.25, 0.25), seed: in
         # A folder for reading only, or a full disk: drawn again, it is the same.
         with suppress(OSError), replacing(file) as stream:
             stream.write(json.dumps(content).encode())
-    return {part: np.sort(np.array([position_of[index] for index in drawn[part]], np.int64)) for part in SPLITS}
+    try:
+        return {part: np.sort(np.array([position_of[index] for index in drawn[part]], np.int64)) for part in SPLITS}
+    except KeyError as error:
+        raise ZooError(f"{file} is damaged: the zoo has no network of index {error}. Delete it.") from error
 
 
 def _check_fractions(fractions: Sequence[float]) -> None:
@@ -83,6 +86,10 @@ def _draw(indices: list[int], fractions: Sequence[float], seed: int) -> dict[str
 def _read(file: Path) -> dict[str, list[int]]:
     try:
         content = json.loads(file.read_bytes())
-        return {name: content[name] for name in ("networks", *SPLITS)}
+        kept = {name: content[name] for name in ("networks", *SPLITS)}
+        members = [index for name in SPLITS for index in kept[name]]
+        if len(set(members)) < len(members) or not all(kept.values()):
+            raise ValueError("parts overlap, or one is empty")
+        return kept
     except (ValueError, KeyError, TypeError) as error:
         raise ZooError(f"{file} is damaged ({error!r}). Delete it: it is drawn again, the same.") from error

@@ -114,9 +114,9 @@ class ZooWriter:
                 finite are kept as None.
 
         Raises:
-            ValueError: If shapes, names or constants do not fit, a weight of an "ok" network is not finite, or too
-                large for half precision, an index is there already, or a record is no JSON.
-            OSError: If the disk is full; the zoo is left as it was.
+            ValueError: If shapes, names or constants do not fit, a weight of an "ok" network is not finite or beyond
+                the range of half precision, an index is there already, or a record is no JSON.
+            OSError: If the disk is full; the zoo is left as it was, and the same chunk can be added again.
         """
         if len(records) == 0:
             return
@@ -125,12 +125,13 @@ class ZooWriter:
         finite = np.isfinite(rows).all(axis=1)
         with np.errstate(over="ignore"):
             stored = rows.astype(DTYPES[self._files.header.dtype])
-        if (lost := finite & ~np.isfinite(stored).all(axis=1)).any():
-            raise ValueError(
-                f"Network {int(lost.argmax())} of the chunk has weights beyond the range of {stored.dtype}: write the "
-                "zoo with dtype='float32'."
-            )
         noted = [self._noted(record, i, bool(finite[i])) for i, record in enumerate(records)]
+        lost = finite & ~np.isfinite(stored).all(axis=1)
+        if found := [record["index"] for record, i in zip(noted, lost, strict=True) if i and record["status"] == "ok"]:
+            raise ValueError(
+                f"Networks {found[:5]} have weights beyond the range of {stored.dtype}: write the zoo with "
+                "dtype='float32', or give them the status 'diverged'."
+            )
         indices = Counter(record["index"] for record in noted)
         if twice := sorted(index for index, count in indices.items() if count > 1 or index in self._indices):
             raise ValueError(f"Expected each `index` once in a zoo, but {self.path} would have {twice[:5]} twice.")
@@ -140,8 +141,8 @@ class ZooWriter:
     def _noted(self, record: Mapping[str, Any], place: int, finite: bool) -> dict[str, Any]:
         noted = {"index": len(self) + place, "status": "ok" if finite else "diverged", **plain_record(record)}
         index, status = noted["index"], noted["status"]
-        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-            raise ValueError(f"Expected `index` of a record to be an integer of at least 0, but got {index!r}.")
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < 2**63:
+            raise ValueError(f"Expected `index` of a record to be an integer from 0 to 2**63 - 1, but got {index!r}.")
         if status not in STATUSES:
             raise ValueError(f"Expected `status` of a record to be one of {STATUSES}, but got {status!r}.")
         if status == "ok" and not finite:

@@ -5,5 +5,15 @@ from lightning_symmetry.modules.low_rank_layout import LowRankLayoutMixin
 from lightning_symmetry.modules.reconstruction import ReconstructionModule
 from lightning_symmetry.modules.schedules import warmup
 from lightning_symmetry.modules.supervised import SupervisedModule
+from lightning_symmetry.modules.weight_regression import LEARNING_RATES, WeightRegression, select_learning_rate
 
-__all__ = ["AsymmetricModule", "LowRankLayoutMixin", "ReconstructionModule", "SupervisedModule", "warmup"]
+__all__ = [
+    "LEARNING_RATES",
+    "AsymmetricModule",
+    "LowRankLayoutMixin",
+    "ReconstructionModule",
+    "SupervisedModule",
+    "WeightRegression",
+    "select_learning_rate",
+    "warmup",
+]

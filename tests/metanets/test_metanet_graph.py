@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from metanet_cases import NETWORKS, randomise, setting
@@ -115,6 +116,19 @@ def test_units_of_an_asymmetric_network_are_told_apart_and_fixed_entries_flagged
     assert all(bool(flag.weight.grad.any()) for flag in flags)
 
 
+def test_weights_and_constants_are_standardised_apart():
+    net, spec, layout = setting("asymmetric")
+    rows = torch.stack([layout.flatten(randomise(net, seed).state_dict()) for seed in range(9)])
+    rows[:, layout.fixed] *= 100
+    metanet = GraphMetanetwork(layout, spec, hidden=4).fit_normalization(rows)
+    values = metanet.normalization(rows).double().numpy()
+    for tensor in range(len(layout.names)):
+        for fixed in (False, True):
+            part = values[:, ((layout.tensor_of == tensor) & (layout.fixed == fixed)).numpy()]
+            if part.size:
+                np.testing.assert_allclose([part.mean(), part.std()], [0, 1], atol=1e-5)
+
+
 ASYMMETRIC = {
     "w": lambda net: asymmetrize(net, "w", n_fix=2, kappa=1.0, layout="filters", skip=["stem", "stage3*"]),
     "sigma": lambda net: asymmetrize(net, "sigma", scale=0.1),
@@ -148,7 +162,7 @@ def shuffled(graph: WeightGraph, generator: torch.Generator) -> WeightGraph:
         moved = {"entries": tensor.entries[order], "nodes": new[tensor.nodes[:, order]], "fixed": fixed}
         tensors.append(dataclasses.replace(tensor, **moved))
     old = torch.argsort(new)
-    return WeightGraph(graph.orbit[old], graph.part[old], tuple(tensors))
+    return dataclasses.replace(graph, orbit=graph.orbit[old], part=graph.part[old], tensors=tuple(tensors))
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn with batch norm", "attention", "asymmetric"])
@@ -175,9 +189,8 @@ def test_a_layer_is_its_equation():
         joined = layer.edge(layer.edge_norm(edges[:, k])) + to_ends[:, j, :3] + to_ends[:, i, 3:]
         edge = edges[:, k] + layer.edge_out(joined.relu())
         torch.testing.assert_close(found_edges[:, k], edge, rtol=1e-12, atol=1e-12)
-        a, c, a_back, c_back = layer.modulation(layer.edge_norm(edge)).split(3, dim=-1)
-        messages[i, 0].append(a * values[:, j, :3] + c)
-        messages[j, 1].append(a_back * values[:, i, 3:] + c_back)
+        messages[i, 0].append(layer.edge_norm(edge) * values[:, j, :3])
+        messages[j, 1].append(layer.edge_norm(edge) * values[:, i, 3:])
     for node in range(4):
         received = [
             torch.stack(messages[node, way]).mean(0) if messages[node, way] else torch.zeros(2, 3).double()
@@ -249,5 +262,9 @@ def test_errors():
         weight_graph({"linears.0.weight": (4, 4)}, spec)
     with pytest.raises(ValueError, match="`hidden` and `layers`"):
         GraphMetanetwork(layout, spec, layers=0)
+    graph = weight_graph(layout, spec)
+    for shapes in ({**layout.shapes, "linears.2.bias": (3,)}, {**layout.shapes, "more": (3,)}):
+        with pytest.raises(ValueError, match=r"graph is of networks that have .* where the layout has .*(bias|more)"):
+            GraphMetanetwork(shapes, graph)
     with pytest.raises(ValueError, match="3 axes of weight are permuted"):
         network_graph(Product(), torch.zeros(2, 3))

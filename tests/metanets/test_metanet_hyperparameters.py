@@ -58,7 +58,18 @@ def test_other_ranges():
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"n": -1}, {"epochs": (5, 4)}, {"learning_rate": (0.0, 1.0)}, {"label_smoothing": (0.2, 0.1)}]
+    "arguments",
+    [
+        {"n": -1},
+        {"epochs": (5, 4)},
+        {"epochs": (0, 4)},
+        {"learning_rate": (0.0, 1.0)},
+        {"learning_rate": (0.1, float("inf"))},
+        {"weight_decay": (float("nan"), 1.0)},
+        {"label_smoothing": (0.2, 0.1)},
+        {"label_smoothing": (-0.1, 0.1)},
+        {"label_smoothing": (0.1, 1.1)},
+    ],
 )
 def test_errors(arguments):
     with pytest.raises(ValueError, match=r"Expected `\w+` to be"):

@@ -24,7 +24,9 @@ def test_rows_are_those_of_a_zoo():
     assert list(layout.shapes) == [entry.name for entry in zoo.in_rows]
     for name, tensor in zoo.unflatten(rows).items():
         torch.testing.assert_close(tensor, net.state_dict()[name])
-    assert WeightLayout.make(zoo).shapes == layout.shapes
+    assert WeightLayout.of_rows(zoo, layout.fixed).shapes == layout.shapes
+    with pytest.raises(TypeError, match="does not say which weights are constants"):
+        FlatMLP(zoo)
 
 
 def test_flatten_takes_stacked_tensors():

@@ -56,6 +56,13 @@ def test_what_does_not_vary_is_only_shifted(rows):
     assert found(rows)[:, 3:5].abs().max() < 1e-6
 
 
+def test_what_hardly_varies_is_not_blown_up(rows):
+    """Weights that decay has all but taken away, below the smallest number by which can be divided."""
+    rows[:, 3] = torch.linspace(0, 1e-42, len(rows))
+    found = FlatMLP(SHAPES, (4,)).fit_normalization(rows).normalization
+    assert found(rows).isfinite().all() and found(rows)[:, 3].abs().max() < 1e-6
+
+
 def test_it_is_saved_and_does_nothing_before_it_is_fitted(rows):
     metanet = DMC({"a": (40,)}, (2,), hidden=4)
     assert torch.equal(metanet.normalization(torch.ones(2, 40)), torch.ones(2, 40))

@@ -11,7 +11,7 @@ import torch
 from metanet_cases import METANETS, randomise, setting
 from torch import nn
 
-from lightning_symmetry.metanets import DMC, FlatMLP, WeightDeepSets
+from lightning_symmetry.metanets import DMC, FlatMLP, StatNN, WeightDeepSets, WeightLayout, zoo_classifier
 from lightning_symmetry.metanets.dmc import minimal_length
 
 
@@ -34,11 +34,22 @@ def test_numbers_of_parameters_of_the_paper(make, expected):
     assert count(make()) == expected
 
 
+@pytest.mark.parametrize(("kind", "free"), [("standard", 78_042), ("sigma", 78_042), ("w", 60_874)])
+def test_numbers_of_parameters_for_our_zoos(kind, free):
+    """The documented ones; where they are not the paper's, its W-asymmetric network has 240 trainable weights fewer."""
+    layout = WeightLayout.of(zoo_classifier(kind, "cifar10"))
+    assert len(layout.free) == free
+    assert count(FlatMLP(layout)) == 64 * free + 257 == {78_042: 4_994_945, 60_874: 3_896_193}[free]
+    assert count(DMC(layout)) == 105_357
+    assert count(WeightDeepSets(layout, per_tensor=False)) == 8_897
+    assert count(WeightDeepSets(layout)) == 125_377
+    assert count(StatNN(layout)) == 119_297
+
+
 @pytest.mark.parametrize("per_tensor", [True, False])
-@pytest.mark.parametrize("chunk", [3, 4096])
-def test_deep_sets_is_its_equation(per_tensor, chunk):
+def test_deep_sets_is_its_equation(per_tensor):
     sizes = {"a": (3, 4), "b": (5,)}
-    metanet = WeightDeepSets(sizes, 6, (7,), per_tensor=per_tensor, chunk=chunk).double()
+    metanet = WeightDeepSets(sizes, 6, (7,), per_tensor=per_tensor).double()
     metanet.norm.weight.data.normal_()
     rows = torch.randn(3, 17, dtype=torch.float64)
     u, embeddings = metanet.scale.detach().numpy(), metanet.embedding.detach().numpy()
@@ -53,22 +64,11 @@ def test_deep_sets_is_its_equation(per_tensor, chunk):
     torch.testing.assert_close(metanet(rows), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_deep_sets_has_the_same_gradients_by_chunks():
-    whole = WeightDeepSets({"a": (50,)}, 6).double()
-    chunked = copy.deepcopy(whole)
-    chunked.chunk = 7
-    rows = torch.randn(3, 50, dtype=torch.float64)
-    for metanet in (whole, chunked):
-        metanet(rows).sum().backward()
-    for a, b in zip(whole.parameters(), chunked.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("pool", [(True,), (False, True), (True, True, False), (True, True, True, True)])
 def test_the_shortest_vector_leaves_one_place(pool):
     length = minimal_length(pool)
     metanet = DMC({"w": (length,)}, [3] * len(pool), pool, hidden=4)
-    assert metanet.convolutions(torch.zeros(2, 1, length)).shape == (2, 3, 1)
+    assert metanet.convolutions(torch.zeros(2, 1, 1, length)).shape == (2, 3, 1, 1)
     with pytest.raises(ValueError, match=f"need at least {length} weights"):
         DMC({"w": (length - 1,)}, [3] * len(pool), pool)
 
@@ -76,7 +76,7 @@ def test_the_shortest_vector_leaves_one_place(pool):
 def test_pools_of_the_default():
     kinds = [type(layer) for layer in DMC({"w": (9000,)}).convolutions]
     after = [
-        kinds[i + 3] is nn.MaxPool1d if i + 3 < len(kinds) else False for i, k in enumerate(kinds) if k is nn.Conv1d
+        kinds[i + 3] is nn.MaxPool2d if i + 3 < len(kinds) else False for i, k in enumerate(kinds) if k is nn.Conv2d
     ]
     assert after == [True] * 6 + [False, True, False, True]
 
@@ -84,8 +84,8 @@ def test_pools_of_the_default():
 def test_errors():
     with pytest.raises(ValueError, match="equally long"):
         DMC({"w": (100,)}, (2, 4), (True,))
-    with pytest.raises(ValueError, match="`hidden` and `chunk`"):
-        WeightDeepSets({"w": (3,)}, chunk=0)
+    with pytest.raises(ValueError, match="`hidden` to be at least 1"):
+        WeightDeepSets({"w": (3,)}, hidden=0)
 
 
 @pytest.mark.parametrize("name", METANETS)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import pickle
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,17 @@ def test_constants_that_weight_decay_has_moved_are_written(tmp_path):
     assert torch.equal(zoo.network(0)[0].mask, asymmetric()[0].mask)  # the zoo's, not those of the factory's seed
 
 
+def test_a_network_before_its_training(tmp_path):
+    with ZooWriter(tmp_path / "zoo", asymmetric()) as writer:
+        writer.append([trained(asymmetric, 0).state_dict()], [{"seed": 7}])
+    torch.manual_seed(7)
+    expected, state = asymmetric(), torch.get_rng_state()
+    same_state(Zoo.open(tmp_path / "zoo", factory=asymmetric).initial(0), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match=r"other constants .*(mask|fixed) differs"):
+        Zoo.open(tmp_path / "zoo", factory=lambda: asymmetric(seed=5)).initial(0)
+
+
 def test_factory(tmp_path):
     path = tmp_path / "zoo"
     write(path, range(2), lambda: plain(5), factory=f"{MODULE}:plain", factory_arguments={"width": 5})
@@ -162,6 +174,19 @@ def test_factory(tmp_path):
         ZooWriter(tmp_path / "b", plain(), factory=f"{MODULE}:plain", factory_arguments={"width": plain})
     with pytest.raises(ValueError, match="how to build"):
         Zoo.open(write(tmp_path / "c", range(1))).network(0)
+
+
+def sized(widths: tuple[int, ...]) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(n, m) for n, m in pairwise(widths)))
+
+
+def test_arguments_that_are_tuples_do_not_keep_a_zoo_from_going_on(tmp_path):
+    """JSON gives lists back, which differ from the tuples that were given."""
+    how = {"factory": f"{__name__}:sized", "factory_arguments": {"widths": (4, 3, 2)}}
+    path = write(tmp_path / "zoo", [0], lambda: sized((4, 3, 2)), **how)
+    write(path, [1], lambda: sized((4, 3, 2)), **how)
+    assert len(Zoo.open(path)) == 2 and Zoo.open(path).header.factory["arguments"] == {"widths": [4, 3, 2]}
+    same_state(Zoo.open(path).network(1), trained(lambda: sized((4, 3, 2)), 1))
 
 
 def test_records(tmp_path):
@@ -198,8 +223,11 @@ def test_select(tmp_path):
     assert torch.equal(zoo.select([5, 1, 3]).read([2, 0]), everything[[3, 5]])
     assert zoo.select(torch.arange(8) < 2).indices.tolist() == [0, 1]
     assert len(zoo.select([])) == 0 and zoo.select([]).read().shape == (0, 23)
-    with pytest.raises(IndexError):
-        zoo.select([8])
+    assert torch.equal(zoo.read([True, False] * 4), everything[::2]) and zoo.read([]).shape == (0, 23)
+    for wrong in ([8], [0.5], [True]):
+        for take in (zoo.select, zoo.read):
+            with pytest.raises(IndexError):
+                take(wrong)
     again = pickle.loads(pickle.dumps(view))
     assert len(pickle.dumps(zoo)) < 10_000 and torch.equal(again.read(), view.read())
 
@@ -241,7 +269,7 @@ def copied(written: Path, tmp_path: Path) -> Path:
 @given(data=st.data())
 def test_a_changed_byte_is_detected(written, tmp_path_factory, data):
     folder = copied(written, tmp_path_factory.mktemp("changed"))
-    name = data.draw(st.sampled_from(["weights.bin", "manifest.jsonl", "constants.pt"]))
+    name = data.draw(st.sampled_from(["header.json", "weights.bin", "manifest.jsonl", "constants.pt"]))
     content = bytearray((folder / name).read_bytes())
     position, other = data.draw(st.integers(0, len(content) - 2)), data.draw(st.integers(1, 255))
     content[position] ^= other
@@ -252,9 +280,9 @@ def test_a_changed_byte_is_detected(written, tmp_path_factory, data):
         zoo.verify(progress=False)
     except ZooError as error:
         assert name in str(error)
-    else:  # bytes of the archive's padding and of its times carry nothing
-        assert name == "constants.pt" and zoo.checksum(progress=False) == before.checksum(progress=False)
-        assert torch.equal(zoo.fixed, before.fixed)
+    else:  # white space of the header, and bytes of the archive's padding and of its times, carry nothing
+        assert name in ("header.json", "constants.pt") and zoo.header == before.header
+        assert zoo.checksum(progress=False) == before.checksum(progress=False) and torch.equal(zoo.fixed, before.fixed)
 
 
 def test_verify_says_which_network(written, tmp_path):
@@ -266,6 +294,26 @@ def test_verify_says_which_network(written, tmp_path):
     with pytest.raises(ZooError, match=r"weights.bin is damaged in 1 networks of 4, the first at position 2"):
         Zoo.open(folder).verify(progress=False)
     Zoo.open(folder).select([0, 1, 3]).verify(progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header: header["entries"][0].update(shape=[2, 4]), "its digest is another"),
+        (lambda header: header["entries"][-1].update(offset=1), "its digest is another"),
+        (lambda header: header.update(dtype="float16"), "its digest is another"),
+        (lambda header: header.pop("sha256"), "sha256"),
+        (lambda header: header["versions"].clear(), "its digest is another"),
+    ],
+)
+def test_a_changed_header_is_refused(written, tmp_path, change, message):
+    """Also where the file of weights would be long enough for what it says."""
+    file = copied(written, tmp_path) / "header.json"
+    header = json.loads(file.read_text())
+    change(header)
+    file.write_text(json.dumps(header))
+    with pytest.raises(ZooError, match=f"header.json is damaged.*{message}"):
+        Zoo.open(file.parent)
 
 
 @pytest.mark.parametrize(

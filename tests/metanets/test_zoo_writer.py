@@ -99,6 +99,7 @@ def killed_at_line(path, number):
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_killed_at_every_line(tmp_path):
     counts, number, code = [], 0, None
     while code != 0:
@@ -172,6 +173,96 @@ def test_full_disk(tmp_path):
     assert Zoo.open(path).checksum(False) == Zoo.open(tmp_path / "whole").checksum(False)
 
 
+def start_on_a_full_disk(path):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, resource.RLIM_INFINITY))
+    try:
+        ZooWriter(path, asymmetric())
+    except OSError as error:
+        good = "the zoo cannot be opened for writing" in str(error) and str(path) in str(error)
+        os._exit(11 if good else 12)
+    os._exit(13)
+
+
+def test_a_disk_that_is_full_from_the_start(tmp_path):
+    path = tmp_path / "zoo"
+    process = child_process(start_on_a_full_disk, path)
+    process.join()
+    assert process.exitcode == 11
+    assert [file.name for file in path.iterdir()] == [".lock"]
+    write(path, range(3), asymmetric)
+    Zoo.open(path).verify(progress=False)
+
+
+def merge_on_a_full_disk(parts, out):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 5_000 * 3, resource.RLIM_INFINITY))
+    try:
+        merge_zoos(parts, out, progress=False)
+    except OSError as error:
+        os._exit(11 if "the merged zoo was not written" in str(error) and str(out) in str(error) else 12)
+    os._exit(13)
+
+
+def test_a_merge_on_a_full_disk_leaves_nothing(tmp_path):
+    go_on(tmp_path / "zoo", 4)
+    process = child_process(merge_on_a_full_disk, [tmp_path / "zoo"], tmp_path / "out")
+    process.join()
+    assert process.exitcode == 11
+    assert [path.name for path in tmp_path.iterdir()] == ["zoo"]
+
+
+def test_constants_that_cannot_be_read_are_noticed_before_networks_are_trained(tmp_path):
+    path = write(tmp_path / "zoo", range(2), asymmetric)
+    (path / "constants.pt").write_bytes((path / "constants.pt").read_bytes()[:-40])
+    with pytest.raises(ZooError, match=r"constants.pt cannot be read"):
+        ZooWriter(path, asymmetric())
+
+
+def append_until(line, writer, index, kill=False):
+    """Append a network, interrupted or killed at so many lines; return how many were run, None if interrupted."""
+    before, ran = sys.gettrace(), 0
+
+    def trace(frame, event, _):
+        nonlocal ran
+        if not frame.f_code.co_filename.endswith("zoo_append.py"):
+            return None
+        if event == "line":
+            ran += 1
+            if ran == line and kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if ran == line:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        writer.append([trained(plain, index).state_dict()], [record(index)])
+        return ran
+    except KeyboardInterrupt:
+        return None
+    finally:
+        sys.settrace(before)
+
+
+def test_a_writer_that_was_interrupted_at_any_line_goes_on(tmp_path):
+    with ZooWriter(tmp_path / "zoo", plain()) as writer:
+        lines = append_until(0, writer, 0)
+        for line in range(1, lines + 1):
+            assert append_until(line, writer, line) is None
+            assert len(writer) == line and line not in writer.indices
+            Zoo.open(writer.path).verify(progress=False)
+            append_until(0, writer, line)
+        # At the last line the chunk is on the disk, but the writer has not taken it in. Killed in the next chunk:
+        for line in range(1, lines + 1):
+            append_until(lines, writer, lines + line)
+            assert len(Zoo.open(writer.path)) == len(writer) + 1
+            process = child_process(append_until, line, writer, 1_000, True)
+            process.join()
+            Zoo.open(writer.path).verify(progress=False)
+            append_until(0, writer, lines + line)
+    whole = Zoo.open(write(tmp_path / "whole", range(2 * lines + 1), chunk=9))
+    assert Zoo.open(writer.path).checksum(progress=False) == whole.checksum(progress=False)
+
+
 def test_writing_goes_on_after_an_error(tmp_path):
     with ZooWriter(tmp_path / "zoo", plain()) as writer:
         with pytest.raises(ValueError):
@@ -237,8 +328,11 @@ def test_wrong_networks(tmp_path):
             with pytest.raises(ValueError, match=message):
                 writer.append(networks, [{}])
         for entry, message in (
-            ({"index": -1}, "integer of at least 0"),
-            ({"index": True}, "integer of at least 0"),
+            ({"index": -1}, "integer from 0"),
+            ({"index": True}, "integer from 0"),
+            ({"index": 2**63}, "integer from 0"),
+            ({"losses": torch.zeros(2)}, "numbers, strings"),
+            ({"losses": np.zeros(2)}, "numbers, strings"),
             ({"status": "fine"}, "fine"),
             ({"net": plain}, "strings"),
         ):
@@ -252,8 +346,12 @@ def test_wrong_networks(tmp_path):
         with pytest.raises(ValueError, match=r"once.*\[7\]"):
             writer.append(torch.zeros(1, 23), [{"index": 7}])
         assert len(writer) == 1
-    with ZooWriter(tmp_path / "half", plain(), dtype="float16") as writer, pytest.raises(ValueError, match="float32"):
-        writer.append(torch.full((1, 23), 1e6), [{}])
+    with ZooWriter(tmp_path / "half", plain(), dtype="float16") as writer:
+        rows = torch.stack([torch.zeros(23), torch.full((23,), 1e6)])
+        with pytest.raises(ValueError, match=r"Networks \[9\] have weights beyond the range of float16.*float32"):
+            writer.append(rows, [{"index": 8}, {"index": 9}])
+        writer.append(rows, [{"index": 8}, {"index": 9, "status": "diverged"}])
+    assert Zoo.open(tmp_path / "half")["status"].tolist() == ["ok", "diverged"]
     with pytest.raises(ValueError, match="no weights"):
         ZooWriter(tmp_path / "none", torch.nn.ReLU())
     with pytest.raises(ValueError, match="complex"):
@@ -337,6 +435,6 @@ def test_merge_refuses(tmp_path):
         merge_zoos([], tmp_path / "out", progress=False)
     with (a / "weights.bin").open("r+b") as file:
         file.write(b"??")
-    with pytest.raises(ZooError, match=r"weights.bin is damaged in 1 networks of 2"):
-        merge_zoos([a], tmp_path / "out", progress=False)
+    with pytest.raises(ZooError, match=r"/a/weights.bin is damaged: the network of index 0 is not what was written"):
+        merge_zoos([write(tmp_path / "f", [5], asymmetric), a], tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
