@@ -1,8 +1,8 @@
 """Train in several processes, which end as they should.
 
-A process that leaves with its gloo group in place may abort while the interpreter shuts down ("terminate called without
-an active exception", pytorch/pytorch#190489): threads of the group still hold tensors. Lightning destroys groups of NCCL
-only. So all processes here destroy theirs while the interpreter is whole.
+A process that leaves with its gloo group in place may abort while the interpreter shuts down ("terminate called
+without an active exception", pytorch/pytorch#190489): threads of the group still hold tensors. Lightning destroys
+groups of NCCL only. So all processes here destroy theirs while the interpreter is whole.
 """
 
 from __future__ import annotations

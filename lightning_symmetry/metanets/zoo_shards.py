@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import re
 import shutil
@@ -10,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_symmetry.metanets.zoo import Zoo
-from lightning_symmetry.metanets.zoo_files import HEADER, ZooError
+from lightning_symmetry.metanets.zoo_files import HEADER, ZooError, flush_folder
 from lightning_symmetry.metanets.zoo_lock import WriteLock, ZooBusyError
 from lightning_symmetry.metanets.zoo_merge import merge_zoos
 from lightning_symmetry.metanets.zoo_notes import TrainingNotes
@@ -145,12 +146,15 @@ def _merge(path: Path, folders: list[Path], progress: bool) -> None:
         assert other is not None
         other.check_same(first, folder)
     partial = path.with_name(f".{path.name}.merging")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    # Of processes that were killed, here or in `merge_zoos`:
+    for left in [partial, *path.parent.glob(f".{glob.escape(partial.name)}.*")]:
+        shutil.rmtree(left, ignore_errors=True)
     try:
         whole = merge_zoos(folders, partial, progress)
         if len(whole) != first.networks:
             raise ZooError(f"The shards beside {path} have {len(whole)} networks together, not {first.networks}.")
         replace(first, here=first.networks).write(partial)
         partial.rename(path)
+        flush_folder(path.parent)  # before the shards go
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -76,8 +76,9 @@ def test_who_merges_was_killed(tmp_path, checksum):
     path = tmp_path / "zoo"
     for i in range(2):
         train(path, shard=(i, 2))
-    (tmp_path / ".zoo.merging").mkdir()
-    (tmp_path / ".zoo.merging" / "weights.bin").write_bytes(b"half")
+    for left in (".zoo.merging", "..zoo.merging.0123abcd", ".a.zoo.merging"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "weights.bin").write_bytes(b"half")
     lock = WriteLock(shard_folder(path, 0, 2))
     with pytest.raises(ZooError, match="being written"):
         merge_shards(path)
@@ -86,7 +87,7 @@ def test_who_merges_was_killed(tmp_path, checksum):
     process.start()
     process.join(60)
     assert (tmp_path / "rank1").read_text() == checksum
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank1", "zoo"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".a.zoo.merging", "rank1", "zoo"]
 
 
 def test_divisions_do_not_mix(tmp_path):
