@@ -32,14 +32,8 @@ import lightning_symmetry as ls
 from lightning_symmetry.metanets.zoo_features import weights_digest, zoo_statistics
 
 Name = Literal["mlp", "dmc", "deepsets", "deepsets_by_tensor", "statnn", "graph"]
-DEAREST_FIRST = (
-    "graph",
-    "dmc",
-    "deepsets",
-    "deepsets_by_tensor",
-    "mlp",
-    "statnn",
-)  # so that no worker begins a long training last
+# So that no worker begins a long training last:
+DEAREST_FIRST = ("graph", "dmc", "deepsets", "deepsets_by_tensor", "mlp", "statnn")
 EVAL_BATCH_SIZE = 128
 
 

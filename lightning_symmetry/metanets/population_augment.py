@@ -25,12 +25,12 @@ class PopulationAugmentation:
         ValueError: If a value is out of its range, or (when called) the square is larger than the images.
 
     Source: The Empirical Impact of Neural Parameter Symmetries (2024), App. E.3.1: flips, translations (by 2 pixels in
-    FFCV's script that it names) and Cutout (8 pixels there).
+    FFCV's script that it names) and Cutout (4 pixels there).
     """
 
     flip: float = 0.5
     padding: int = 2
-    cutout: int = 8
+    cutout: int = 4
 
     def __post_init__(self) -> None:
         if not 0 <= self.flip <= 1:

@@ -20,8 +20,7 @@ class StackedConv2d(torch.autograd.Function):
     """Convolution of K networks, for images ``(K, B, H, W, C)`` and kernels ``(K, O, C, h, w)``.
 
     The networks are convolved one after the other with channels innermost: on the CPU, that measured faster than one
-    grouped convolution. The gradient of the images of a strided convolution is a product and a sum of shifted images,
-    which measured 1.6 times as fast as the library's at a batch of 16, and equal at 64.
+    grouped convolution.
     """
 
     @staticmethod
@@ -40,8 +39,6 @@ class StackedConv2d(torch.autograd.Function):
         stride, padding = ctx.geometry
         needs_x, needs_kernel, _ = ctx.needs_input_grad
         grad, grad_x = grad.contiguous(), None
-        if needs_x and max(stride) > 1:
-            needs_x, grad_x = False, _spread(grad, kernel, x.shape, ctx.geometry)
         stacks = grad.permute(0, 1, 4, 2, 3), x.permute(0, 1, 4, 2, 3), kernel
         wanted = [needs_x, needs_kernel, False]
         found = [
@@ -54,7 +51,10 @@ class StackedConv2d(torch.autograd.Function):
 
 
 class StackedUnfoldedConv2d(torch.autograd.Function):
-    """The same for kernels that read few numbers, such as those of a first layer: one product with unfolded images."""
+    """The same as one product with unfolded images: for strides, and for kernels of a first layer, which read little.
+
+    Strided convolutions of 16 channels measured 1.5 times as fast as the library's at a batch of 16, and equal at 64.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kernel: Tensor, geometry: Geometry) -> Tensor:
@@ -98,8 +98,9 @@ def _spread(grad: Tensor, kernel: Tensor, shape: torch.Size, geometry: Geometry)
     h, w = kernel.shape[3:]
     spread = torch.bmm(grad.flatten(1, 3), _matrices(kernel)).view(networks, samples, high, wide, h, w, channels)
     found = grad.new_zeros(networks, samples, height + 2 * top, width + 2 * left, channels)
-    for i in range(h):
-        for j in range(w):
-            rows, columns = slice(i, i + down * (high - 1) + 1, down), slice(j, j + right * (wide - 1) + 1, right)
-            found[:, :, rows, columns] += spread[:, :, :, :, i, j]
+    for i in range(0, h, down):
+        for j in range(0, w, right):  # blocks of the kernel that never meet another output's
+            block = spread[:, :, :, :, i : i + down, j : j + right]
+            windows = found[:, :, i:, j:].unfold(2, block.shape[4], down).unfold(3, block.shape[5], right)
+            windows[:, :, :high, :wide].permute(0, 1, 2, 3, 5, 6, 4).add_(block)
     return found[:, :, top : top + height, left : left + width]

@@ -125,7 +125,9 @@ class _Conv2d(VmapOnly):
         if (h, w) == (1, 1) and geometry == ((1, 1), (0, 0)):
             found = torch.bmm(x.flatten(1, 3), kernels[..., 0, 0].transpose(1, 2)).view(*x.shape[:-1], -1)
         else:
-            layer = StackedUnfoldedConv2d if kernels[0, 0].numel() <= _FEW else StackedConv2d
+            strided = max(geometry.stride) > 1 and torch.is_grad_enabled()  # unfolded images take memory
+            unfolds = kernels[0, 0].numel() <= _FEW or strided
+            layer = StackedUnfoldedConv2d if unfolds else StackedConv2d
             found = layer.apply(x, kernels, geometry)
         return found.permute(0, 1, 4, 2, 3), 0
 

@@ -25,7 +25,7 @@ class StackedLayerNorm(torch.autograd.Function):
         inverse = square.add_(eps).rsqrt_().view(*x.shape[:2], 1)
         normal.mul_(inverse)
         ctx.save_for_backward(normal, inverse, scale)
-        return (normal * scale.unsqueeze(1)).add_(shift.unsqueeze(1))
+        return torch.addcmul(shift.unsqueeze(1), normal, scale.unsqueeze(1))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -67,7 +67,7 @@ class StackedBatchNorm(torch.autograd.Function):
         mean, variance = mean.squeeze(1), variance.squeeze(1)
         ctx.save_for_backward(normal, inverse, scale)
         ctx.mark_non_differentiable(mean, variance)
-        return (normal * scale.unsqueeze(1)).add_(shift.unsqueeze(1)), mean, variance
+        return torch.addcmul(shift.unsqueeze(1), normal, scale.unsqueeze(1)), mean, variance
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -80,7 +80,9 @@ class PopulationSettings:
             try:
                 return imported(self.augment)
             except ValueError as error:
-                raise ValueError(str(error).replace("`factory`", "`augment`")) from error
+                raise ValueError(
+                    f"Expected `augment` to be 'module:function', both importable, but got {self.augment!r}."
+                ) from error
         return self.augment
 
 

@@ -244,6 +244,25 @@ def test_one_that_diverges_late_keeps_the_state_of_its_last_loss():
     assert train_population(nets, inputs, target, everybody, settings).diverged.all()
 
 
+class Masked(nn.Linear):
+    """Has infinities that stay, as attention masks do."""
+
+    def __init__(self):
+        super().__init__(64, 10)
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+    def forward(self, x):
+        return super().forward(x.flatten(1)) + self.mask.softmax(0)[1]
+
+
+def test_infinities_from_the_start_are_no_divergence():
+    inputs, target = digits(40)
+    nets, values, settings = networks(Masked), hyperparameters(epochs=[2, 1, 2]), PopulationSettings(batch_size=32)
+    result = train_population(nets, inputs, target, values, settings)
+    assert not result.diverged.any()
+    assert result.final["mask"].isinf().any()
+
+
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 @pytest.mark.parametrize("kind", ["standard", "w", "sigma"])
 def test_evaluation_is_that_of_each_network(kind, norm):
