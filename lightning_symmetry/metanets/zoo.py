@@ -16,7 +16,15 @@ from tqdm.auto import tqdm
 
 from lightning_symmetry.metanets.zoo_append import check_size
 from lightning_symmetry.metanets.zoo_factory import zoo_network
-from lightning_symmetry.metanets.zoo_files import DTYPES, WEIGHTS, ZooError, ZooHeader, canonical, read_constants
+from lightning_symmetry.metanets.zoo_files import (
+    DTYPES,
+    WEIGHTS,
+    ZooError,
+    ZooHeader,
+    canonical,
+    read_constants,
+    read_rows,
+)
 from lightning_symmetry.metanets.zoo_layout import ZooLayout
 from lightning_symmetry.metanets.zoo_manifest import Manifest, checksummed, column
 
@@ -152,9 +160,12 @@ class Zoo:
 
         Raises:
             IndexError: If there is no such position, or it is no integer.
+            ZooError: If the file of weights was truncated meanwhile.
         """
         rows = self._rows if positions is None else self._rows[_chosen(positions)]
-        return torch.from_numpy(np.asarray(self._mapped())[rows].astype(np.float32, copy=False))
+        dtype = DTYPES[self.header.dtype]
+        found = read_rows(self.path / WEIGHTS, rows, self.layout.num_features, dtype)
+        return torch.from_numpy(found.astype(np.float32, copy=False))
 
     def select(self, which: Callable[[dict[str, Any]], bool] | Sequence[int] | np.ndarray | Tensor) -> Zoo:
         """Return a view of some networks.

@@ -356,3 +356,12 @@ def test_files_are_what_their_documentation_says(written):
 
 def test_normed_has_no_constants():
     assert not constants_of(normed())
+
+
+def test_a_file_that_is_truncated_later_is_noticed(tmp_path):
+    zoo = Zoo.open(write(tmp_path / "zoo", range(5)))
+    file = zoo.path / "weights.bin"
+    file.write_bytes(file.read_bytes()[: zoo.header.row_bytes + 1])
+    torch.testing.assert_close(zoo.read([0]), zoo.read([0, 0])[1:])
+    with pytest.raises(ZooError, match="ends before row 1: it was truncated"):
+        zoo.read([1])
