@@ -77,7 +77,7 @@ def _draw_bars(ax: Axes, pairs: dict[tuple[str, str], Results], kinds: list[str]
         at = np.arange(len(names)) + (place - (len(kinds) - 1) / 2) * width
         deviations = [np.std(found, ddof=1) if len(found) > 1 else 0 for found in values]
         ax.bar(at, [np.mean(found) for found in values], width, yerr=deviations, label=LABELS.get(kind, kind))
-    ax.set_xticks(range(len(names)), [NAMES[name] for name in names])
+    ax.set_xticks(range(len(names)), [NAMES[name].replace(" ", "\n", 1) for name in names], fontsize="small")
     ax.set_ylim(bottom=max(-1.0, min(0.0, ax.get_ylim()[0])), top=1.0)
     ax.axhline(0, color="black", linewidth=0.5)
     ax.legend(fontsize="small")

@@ -192,6 +192,8 @@ def read_rows(file: Path, rows: np.ndarray, width: int, dtype: np.dtype | type) 
         ZooError: If the file ends before.
     """
     found = np.empty((len(rows), width), dtype)
+    if len(rows) == 0:  # there may be no file yet
+        return found
     with file.open("rb", buffering=0) as stream:
         for row, place in zip(found, rows.tolist(), strict=True):
             stream.seek(place * row.nbytes)

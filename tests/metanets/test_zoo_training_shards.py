@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import time
@@ -10,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from metanets.forked import needs_fork, run_forked, start_forked
 from metanets.zoo_training_cases import NETWORKS, arm, mlp, train, trapped
 
 from lightning_symmetry.metanets import Zoo, ZooError, merge_zoos
 from lightning_symmetry.metanets.zoo_lock import WriteLock
 from lightning_symmetry.metanets.zoo_plan import default_workers, launched_shard, parse_shard
 from lightning_symmetry.metanets.zoo_shards import merge_shards, shard_folder
-
-forked = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +55,11 @@ def rank(path: Path, i: int, n: int, delay: float) -> None:
     (path.parent / f"rank{i}").write_text(zoo.checksum(False) if good else "not the zoo")
 
 
-@forked
+@needs_fork
 @pytest.mark.parametrize("delays", [(0, 0), (0.7, 0), (0, 0.7)])
 def test_ranks_of_a_launch(tmp_path, checksum, delays):
-    path, context = tmp_path / "zoo", multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank, args=(path, i, 2, delay)) for i, delay in enumerate(delays)]
-    for process in ranks:
-        process.start()
+    path = tmp_path / "zoo"
+    ranks = [start_forked(rank, path, i, 2, delay) for i, delay in enumerate(delays)]
     for process in ranks:
         process.join(60)
     assert [process.exitcode for process in ranks] == [0, 0]
@@ -71,7 +67,7 @@ def test_ranks_of_a_launch(tmp_path, checksum, delays):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rank0", "rank1", "zoo"]
 
 
-@forked
+@needs_fork
 def test_who_merges_was_killed(tmp_path, checksum):
     path = tmp_path / "zoo"
     for i in range(2):
@@ -83,9 +79,7 @@ def test_who_merges_was_killed(tmp_path, checksum):
     with pytest.raises(ZooError, match="being written"):
         merge_shards(path)
     lock.release()
-    process = multiprocessing.get_context("fork").Process(target=rank, args=(path, 1, 2, 0))
-    process.start()
-    process.join(60)
+    assert run_forked(rank, path, 1, 2, 0) == 0
     assert (tmp_path / "rank1").read_text() == checksum
     assert sorted(file.name for file in tmp_path.iterdir()) == [".a.zoo.merging", "rank1", "zoo"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from metanets.forked import run_forked
 from metanets.zoo_training_cases import CHUNK, NETWORKS, arm, train, trapped
 
 from lightning_symmetry.metanets import Zoo
@@ -55,7 +55,7 @@ def nobody_left(group: int) -> bool:
 
 def test_killed_in_the_middle_of_a_chunk(tmp_path, checksum):
     arm(tmp_path, "kill", 90)  # calls; the chunks have 80, 60, 36 and 16
-    assert child_process(trapped, tmp_path) == -signal.SIGKILL
+    assert run_forked(trapped, tmp_path) == -signal.SIGKILL
     goes_on(tmp_path, CHUNK, checksum)
 
 
@@ -117,14 +117,6 @@ def test_a_chunk_fails(tmp_path, checksum, workers, action, kind, message):
     assert trapped(tmp_path).checksum(False) == checksum
 
 
-def child_process(function, *arguments) -> int:
-    """Run a function in a forked process, which needs no imports, and return its exit code."""
-    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
-    process.start()
-    process.join(60)
-    return process.exitcode
-
-
 def fill_disk(path: Path, limit: int, workers: int, message: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
@@ -143,7 +135,7 @@ def fill_disk(path: Path, limit: int, workers: int, message: str) -> None:
 )
 def test_full_disk(tmp_path, checksum, limit, workers, message, kept):
     path = tmp_path / "zoo"
-    assert child_process(fill_disk, path, limit, workers, message) == 11
+    assert run_forked(fill_disk, path, limit, workers, message) == 11
     assert not list(path.glob(".*.*"))
     if kept is not None:
         assert len(Zoo.open(path)) == kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -11,19 +10,13 @@ import time
 import numpy as np
 import pytest
 import torch
+from metanets.forked import start_forked
 from metanets.zoo_cases import MODULE, asymmetric, gated, normed, plain, record, trained, write
 
 from lightning_symmetry.metanets import Zoo, ZooError, ZooWriter, merge_zoos
 
 resource = pytest.importorskip("resource", reason="limits and signals of POSIX")
 CHUNK, TOTAL = 4, 40
-
-
-def child_process(function, *arguments):
-    """Run a function in a forked process, which needs no imports, and return the process."""
-    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
-    process.start()
-    return process
 
 
 def go_on(path, total=TOTAL):
@@ -57,7 +50,7 @@ def test_killed_at_any_point(tmp_path):
     for attempt in range(3):
         path, draw = tmp_path / str(attempt), np.random.default_rng(attempt)
         for _ in range(4):
-            process = child_process(go_on, path)
+            process = start_forked(go_on, path)
             deadline = time.monotonic() + 60
             before = len(Zoo.open(path)) if (path / "header.json").exists() else -1
             while process.is_alive() and time.monotonic() < deadline:
@@ -105,7 +98,7 @@ def test_killed_at_every_line(tmp_path):
     while code != 0:
         number += 1
         path = tmp_path / str(number)
-        process = child_process(killed_at_line, path, number)
+        process = start_forked(killed_at_line, path, number)
         process.join()
         code = process.exitcode
         assert code in (0, -signal.SIGKILL)
@@ -163,7 +156,7 @@ def fill_disk(path, limit):
 
 def test_full_disk(tmp_path):
     path = tmp_path / "zoo"
-    process = child_process(fill_disk, path, 4 * 5_000 * (2 * CHUNK + 1) + 17)  # in the middle of the third chunk
+    process = start_forked(fill_disk, path, 4 * 5_000 * (2 * CHUNK + 1) + 17)  # in the middle of the third chunk
     process.join()
     assert process.exitcode == 11
     expected_prefix(Zoo.open(path))
@@ -185,7 +178,7 @@ def start_on_a_full_disk(path):
 
 def test_a_disk_that_is_full_from_the_start(tmp_path):
     path = tmp_path / "zoo"
-    process = child_process(start_on_a_full_disk, path)
+    process = start_forked(start_on_a_full_disk, path)
     process.join()
     assert process.exitcode == 11
     assert [file.name for file in path.iterdir()] == [".lock"]
@@ -204,7 +197,7 @@ def merge_on_a_full_disk(parts, out):
 
 def test_a_merge_on_a_full_disk_leaves_nothing(tmp_path):
     go_on(tmp_path / "zoo", 4)
-    process = child_process(merge_on_a_full_disk, [tmp_path / "zoo"], tmp_path / "out")
+    process = start_forked(merge_on_a_full_disk, [tmp_path / "zoo"], tmp_path / "out")
     process.join()
     assert process.exitcode == 11
     assert [path.name for path in tmp_path.iterdir()] == ["zoo"]
@@ -255,7 +248,7 @@ def test_a_writer_that_was_interrupted_at_any_line_goes_on(tmp_path):
         for line in range(1, lines + 1):
             append_until(lines, writer, lines + line)
             assert len(Zoo.open(writer.path)) == len(writer) + 1
-            process = child_process(append_until, line, writer, 1_000, True)
+            process = start_forked(append_until, line, writer, 1_000, True)
             process.join()
             Zoo.open(writer.path).verify(progress=False)
             append_until(0, writer, lines + line)
@@ -373,7 +366,7 @@ def test_killed_before_the_header(tmp_path):
 
 def test_a_lock_is_not_left_to_a_forked_child(tmp_path):
     writer = ZooWriter(tmp_path / "zoo", plain())
-    child = child_process(time.sleep, 60)
+    child = start_forked(time.sleep, 60)
     with pytest.raises(ZooError, match="being written"):
         ZooWriter(tmp_path / "zoo", plain())
     writer.close()
