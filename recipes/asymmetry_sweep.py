@@ -8,7 +8,7 @@ The paper's text gives two of figure 6's values: standard networks take 11 epoch
 the most asymmetric ones up to 72. It names neither the network's size nor the optimizer: this recipe takes the network
 and the training of the paper's zoos (App. E.3.1), with one set of hyper-parameters.
 
-Expected on the default (handwritten digits, 90 %, seeds 0 to 2, 230 CPU seconds on busy cores): 6.7 epochs for
+Expected on the default (handwritten digits, 90 %, seeds 0 to 2, 230 CPU seconds on busy cores): 7.3 epochs for
 standard networks, more with each step of n_fix and of kappa but one, which is even; 22 at n_fix 12 and kappa 2, and at
 n_fix 12 and kappa 4 none within 40.
 

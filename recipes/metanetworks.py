@@ -56,7 +56,6 @@ class Setting(ZooSetting):
     """
 
     networks: int = 200
-    batch_size: int = 64
     epochs: tuple[int, int] = (2, 8)
     kinds: list[Kind] = field(default_factory=lambda: ["standard", "w"])
     zoos: dict[str, str] = field(default_factory=dict)
