@@ -26,7 +26,9 @@ def checksum(tmp_path_factory) -> str:
 def script(path: Path, workers: int) -> subprocess.Popen:
     """Train with a trap in a process, and a process group, of its own."""
     # Without `if __name__ == "__main__"`: workers do not run the script, which has none of the functions they need.
-    code = "from pathlib import Path; from metanets.zoo_training_cases import trapped\n"
+    code = "import signal; from pathlib import Path; from metanets.zoo_training_cases import trapped\n"
+    # Who runs the tests in the background ignores SIGINT, and so would this.
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     (path / "train.py").write_text(f"{code}trapped(Path({str(path)!r}), workers={workers})\n")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     return subprocess.Popen(
