@@ -33,14 +33,9 @@ from shared import UsageError, publish, quiet, run_jobs, run_script, stored, tab
 from zoo_training import EVAL_BATCH_SIZE, LABELS, Kind, ZooSetting, image_tensors, train_zoos, zoo_table
 
 import lightning_symmetry as ls
+from lightning_symmetry.landscape.statistics import TITLES
 
 GROUP = 10  # networks whose lines are evaluated at once, and kept in one file
-MEASURES = {
-    "max_increase": "Delta",
-    "percent_monotonic": "monotonic %",
-    "local_convexity": "local convexity",
-    "global_convexity": "global convexity",
-}
 # Table 4: 300 networks a kind on CIFAR-10; 24 of the sigma-asymmetric ones diverged.
 PAPER = {
     "standard": (".079 ± .109", "26.3", ".548 ± .139", ".823 ± .229"),
@@ -131,23 +126,23 @@ def summarise(statistics: ls.PathStatistics, diverged: Mapping[Kind, int]) -> st
     rows = []
     for kind, found in statistics.kinds.items():
         cells = []
-        for measure, paper in zip(MEASURES, PAPER.get(kind, ("-",) * len(MEASURES)), strict=True):
+        for measure, paper in zip(TITLES, PAPER.get(kind, ("-",) * len(TITLES)), strict=True):
             mean, deviation = found.mean[measure], found.deviation[measure]
             ours = f"{mean:.1f}" if measure == "percent_monotonic" else f"{mean:.3f} ± {deviation:.3f}"
             cells += [ours, paper]
         rows.append([LABELS[kind], f"{found.number}", f"{diverged[kind] + found.left_out}", *cells])
     header = ["network", "number", "diverged"]
-    return table([*header, *(name for label in MEASURES.values() for name in (label, "paper"))], rows)
+    return table([*header, *(name for label in TITLES.values() for name in (label, "paper"))], rows)
 
 
 def p_value_table(statistics: ls.PathStatistics) -> str:
     """Return the p-values of the differences from standard networks; the paper's are all below .001."""
     rows = [
-        [LABELS[kind], *(_p_value(found.p_value[measure]) for measure in MEASURES)]
+        [LABELS[kind], *(_p_value(found.p_value[measure]) for measure in TITLES)]
         for kind, found in statistics.kinds.items()
         if kind != statistics.reference
     ]
-    return table([f"p, against {LABELS[statistics.reference]}", *MEASURES.values()], rows)
+    return table([f"p, against {LABELS[statistics.reference]}", *TITLES.values()], rows)
 
 
 def _p_value(value: float) -> str:
@@ -160,7 +155,7 @@ def order_table(statistics: ls.PathStatistics) -> str:
     """Return the order of the kinds by each measure, the one most like a convex problem first, and the paper's."""
     kinds = [kind for kind in MOST_CONVEX_FIRST if kind in statistics.kinds]
     rows = []
-    for measure, label in MEASURES.items():
+    for measure, label in TITLES.items():
         sign = 1 if measure == "max_increase" else -1  # Delta is best when it is low
         value = {kind: sign * statistics[kind].mean[measure] for kind in kinds}
         order = sorted(kinds, key=value.__getitem__)

@@ -17,7 +17,7 @@ from lightning_symmetry.landscape.result import PathResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_TITLES = {
+TITLES = {
     "max_increase": "Delta",
     "percent_monotonic": "monotonic %",
     "local_convexity": "local convexity",
@@ -91,9 +91,9 @@ class PathStatistics:
 
     def table(self, digits: int = 3) -> str:
         """Return a Markdown table of mean ± deviation and p-value, one row a kind (Table 4)."""
-        rows = [["kind", "curves", "left out", *_TITLES.values()]]
+        rows = [["kind", "curves", "left out", *TITLES.values()]]
         for kind, found in self.kinds.items():
-            cells = [_cell(found, measure, digits) for measure in _TITLES]
+            cells = [_cell(found, measure, digits) for measure in TITLES]
             rows.append([kind, str(found.number), str(found.left_out), *cells])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
@@ -174,7 +174,7 @@ def path_statistics(
     values = {kind: _measures(kept) for kind, kept in finite.items()}
     kinds = {}
     for kind, ours in values.items():
-        tests = {} if kind == reference else {m: _t_test(ours[m], values[reference][m], equal_var) for m in _TITLES}
+        tests = {} if kind == reference else {m: _t_test(ours[m], values[reference][m], equal_var) for m in TITLES}
         kinds[kind] = KindStatistics(
             results=finite[kind],
             left_out=len(results[kind]) - len(finite[kind]),
@@ -189,7 +189,7 @@ def path_statistics(
 def _measures(results: Sequence[PathResult]) -> dict[str, Tensor]:
     rows = [(r.max_increase, 100.0 * r.is_monotonic, r.local_convexity, r.global_convexity) for r in results]
     columns = torch.tensor(rows, dtype=torch.float64).unbind(1)
-    return dict(zip(_TITLES, columns, strict=True))
+    return dict(zip(TITLES, columns, strict=True))
 
 
 def _t_test(ours: Tensor, theirs: Tensor, equal_var: bool) -> float:
