@@ -41,7 +41,7 @@ from shared import (
     table,
     worker_count,
 )
-from zoo_training import AUGMENTATION, image_tensors
+from zoo_training import AUGMENTATION, check_augmentation, image_tensors
 
 import lightning_symmetry as ls
 
@@ -246,8 +246,7 @@ def main(setting: Setting) -> list[dict[str, Any]]:
     quiet()
     if not setting.n_fix or not setting.kappa or setting.seeds < 1:
         raise UsageError("There is nothing to train: give at least one of `n_fix`, `kappa` and `seeds`.")
-    if setting.data == "digits" and setting.augment:
-        raise UsageError("`augment` mirrors images, which digits do not bear.")
+    check_augmentation(setting)
     todo = cells(setting)
     for cell in todo:
         try:

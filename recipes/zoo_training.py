@@ -159,12 +159,21 @@ def checked_shard(setting: ZooSetting) -> tuple[int, int] | None:
     """
     if setting.networks < 1:
         raise UsageError(f"There is nothing to train: `networks` is {setting.networks}.")
-    if setting.data == "digits" and setting.augment:
-        raise UsageError("`augment` mirrors images, which digits do not bear.")
+    check_augmentation(setting)
     try:
         return parse_shard(setting.shard)
     except ValueError as error:
         raise UsageError(f"{error}") from None
+
+
+def check_augmentation(setting: Any) -> None:
+    """Refuse augmentation that the data does not bear.
+
+    Raises:
+        UsageError: If it is asked for.
+    """
+    if setting.data == "digits" and setting.augment:
+        raise UsageError("`augment` mirrors images, which digits do not bear.")
 
 
 def zoo_folder(setting: ZooSetting) -> Path:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_symmetry.data.text_corpus import Corpus, Text
 from lightning_symmetry.data.text_tokens import Bytes, Words
+from lightning_symmetry.metanets.zoo_files import replacing
 
 FORMAT = 1
 
@@ -81,24 +78,12 @@ def _write(text: Text, tokens_file: Path, manifest_file: Path, identity: str) ->
     tokens_file.parent.mkdir(parents=True, exist_ok=True)
     vocabulary = text.vocabulary()
     counts = dict.fromkeys(text.spans, 0)
-    with _replacing(tokens_file) as file:
+    with replacing(tokens_file) as file:
         for split in text.spans:
             for piece in text.pieces(split, vocabulary):
                 file.write(piece.tobytes())
                 counts[split] += len(piece)
     manifest = {"identity": identity, "dtype": vocabulary.dtype.str, "counts": counts, "words": vocabulary.words}
-    with _replacing(manifest_file) as file:
+    with replacing(manifest_file) as file:
         file.write(json.dumps(manifest).encode())
     return manifest
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes the name `path` when it is complete."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with partial.open("wb") as file:
-            yield file
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
