@@ -1,0 +1,193 @@
+"""The divergence of a Gaussian with diagonal plus low-rank covariance from an isotropic one, in closed form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_COLUMNS = 32768  # of a block that is widened to float64 at once: it stays in the cache
+
+
+class Gram(torch.autograd.Function):
+    r"""``rows @ rows.T`` in float64, whatever the type of the rows, of shape ``(K, P)`` with P large.
+
+    Rows that have become almost parallel have a Gram matrix whose determinant is lost in float32. Widening a block of
+    columns at a time costs little memory; the gradient, ``(dG + dG^T) rows``, is one product in the type of the rows.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor) -> Tensor:
+        """Return the matrix, of shape ``(K, K)``."""
+        wide = wide_type(rows.device)
+        blocks = (block.to(wide) for block in rows.split(_COLUMNS, dim=-1))
+        return torch.stack([block @ block.mT for block in blocks]).sum(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Keep the rows."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient of the rows; differentiable a second time."""
+        (rows,) = ctx.saved_tensors
+        with torch.autocast(rows.device.type, enabled=False):
+            kept = rows if rows.dtype.itemsize >= 4 else rows.float()
+            return ((grad + grad.mT).to(kept.dtype) @ kept).to(rows.dtype)
+
+
+class DiagonalSums(torch.autograd.Function):
+    """The sums of ``exp(a)`` and of ``a`` over entries that are not fixed, with a gradient in two passes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(logarithms: Tensor, trainable: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return both sums."""
+        if trainable is None:
+            return logarithms.exp().sum(), logarithms.sum()
+        return torch.where(trainable, logarithms.exp(), 0).sum(), torch.where(trainable, logarithms, 0).sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: tuple[Tensor, Tensor]) -> None:
+        """Keep the inputs."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, of_sum: Tensor, of_logarithms: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient; differentiable a second time."""
+        logarithms, trainable = ctx.saved_tensors
+        grad = torch.addcmul(of_logarithms, logarithms.exp(), of_sum)
+        return (grad if trainable is None else torch.where(trainable, grad, 0)), None
+
+
+def wide_type(device: torch.device) -> torch.dtype:
+    """Return the type in which determinants and sums of many entries are computed: float64 where there is any."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class Block(NamedTuple):
+    """Some of the entries of a Gaussian with covariance ``diag(d) + V^T V / K``.
+
+    Attributes:
+        mean: Means, zero where an entry is fixed.
+        log_variance: ``ln d``, a number for all entries or a tensor that broadcasts to the mean's shape.
+        factors: V, of shape ``(K, *mean.shape)``, zero where an entry is fixed; None if K is 0.
+        trainable: Booleans that broadcast to the mean's shape, false where an entry is fixed; None: all are trainable.
+        size: Number of entries that are not fixed.
+    """
+
+    mean: Tensor
+    log_variance: Tensor | float
+    factors: Tensor | None
+    trainable: Tensor | None
+    size: int
+
+
+def divergence(blocks: Sequence[Block], prior_variance: float | None) -> Tensor:
+    r"""Return ``KL(q || N(0, p I))`` of the joint Gaussian q over all blocks; a scalar in float64.
+
+    .. math::
+        \tfrac12 \Big[ \tfrac{1}{p} \big( \textstyle\sum d + \operatorname{tr} G + \|\mu\|^2 \big) - P + P \ln p
+        - \sum \ln d - \ln\det M \Big], \quad G = \tfrac1K V V^\top, \quad M = I + \tfrac1K V \operatorname{diag}(1/d)
+        V^\top
+
+    Args:
+        blocks: The entries; their factors belong together and have the same K.
+        prior_variance: p; None is the p with the least divergence, the mean of :math:`d + \operatorname{diag}(V^\top
+            V)/K + \mu^2` over all entries.
+    """
+    size = sum(block.size for block in blocks)
+    second, log_determinant = _moments(blocks)
+    if prior_variance is None:
+        return 0.5 * (size * torch.log(second / size) - log_determinant)
+    return 0.5 * (second / prior_variance - size + size * math.log(prior_variance) - log_determinant)
+
+
+def second_moment(blocks: Sequence[Block]) -> Tensor:
+    r"""Return :math:`\sum d + \operatorname{tr} G + \|\mu\|^2`, the expected squared norm; a scalar in float64."""
+    return _moments(blocks)[0]
+
+
+def _moments(blocks: Sequence[Block]) -> tuple[Tensor, Tensor | float]:
+    """Return the expected squared norm and the logarithm of the covariance's determinant."""
+    second, log_determinant, inner = 0.0, 0.0, 0.0
+    for block in blocks:
+        total, logarithms = _variances(block)
+        second, log_determinant = second + total + _squares(block.mean), log_determinant + logarithms
+        if block.factors is not None:
+            spread, within = _products(block)
+            second, inner = second + spread, inner + within
+    if isinstance(inner, Tensor):
+        eye = torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
+        log_determinant = log_determinant + torch.linalg.slogdet(eye + inner).logabsdet
+    return second, log_determinant
+
+
+def _products(block: Block) -> tuple[Tensor, Tensor]:
+    """Return ``tr V V^T / K`` and ``V diag(1/d) V^T / K`` of some entries."""
+    rank = len(block.factors)
+    if isinstance(block.log_variance, Tensor):
+        scaled = block.factors * torch.exp(-0.5 * block.log_variance)
+        return _squares(block.factors) / rank, Gram.apply(scaled.flatten(1)) / rank
+    gram = Gram.apply(block.factors.flatten(1)) / rank
+    return gram.diagonal().sum(), gram * math.exp(-block.log_variance)
+
+
+def _squares(tensor: Tensor) -> Tensor:
+    """Return the sum of squares: of positive numbers, for which the type of the parameters is exact enough."""
+    tensor = tensor if tensor.dtype.itemsize >= 4 else tensor.float()
+    return tensor.square().sum().to(wide_type(tensor.device))
+
+
+def _variances(block: Block) -> tuple[Tensor | float, Tensor | float]:
+    """Return the sums of d and of ``ln d`` over entries that are not fixed."""
+    values = block.log_variance
+    if not isinstance(values, Tensor):
+        return block.size * math.exp(values), block.size * values
+    values = values if values.dtype.itemsize >= 4 else values.float()
+    if values.shape != block.mean.shape:
+        values = values.expand(block.mean.shape)
+    total, logarithms = DiagonalSums.apply(values, block.trainable)
+    return total.to(wide_type(values.device)), logarithms.to(wide_type(values.device))
+
+
+def gaussian_kl(
+    mean: Tensor, variance: Tensor | float, factors: Tensor | None = None, prior_variance: float | None = 1.0
+) -> Tensor:
+    r"""Return ``KL(N(mu, diag(d) + V^T V / K) || N(0, p I))``, summed over all entries.
+
+    .. math::
+        \tfrac12 \Big[ \tfrac{1}{p} \big( \textstyle\sum d + \operatorname{tr} G + \|\mu\|^2 \big) - P + P \ln p
+        - \sum \ln d - \ln\det M \Big], \quad G = \tfrac1K V V^\top, \quad M = I + \tfrac1K V \operatorname{diag}(1/d)
+        V^\top
+
+    Args:
+        mean: The mean, of any shape, with P entries.
+        variance: d, a number or a tensor that broadcasts to the mean's shape.
+        factors: V, of shape ``(K, *mean.shape)``; None: a diagonal covariance.
+        prior_variance: p; None is the p with the least divergence.
+
+    Returns:
+        A scalar in nats; in float64, as the determinant is computed.
+
+    Raises:
+        ValueError: If shapes do not fit, or a variance that is a number is not positive.
+
+    Source: Tomczak, Swaroop, Turner, Efficient Low Rank Gaussian Variational Inference for Neural Networks (2020).
+    """
+    if factors is not None and (factors.ndim != mean.ndim + 1 or factors.shape[1:] != mean.shape or not len(factors)):
+        raise ValueError(
+            f"Expected `factors` of shape (K, {', '.join(map(str, mean.shape))}) but got {tuple(factors.shape)}."
+        )
+    for name, value in (("variance", variance), ("prior_variance", prior_variance)):
+        if isinstance(value, float | int) and not 0 < value < math.inf:
+            raise ValueError(f"Expected `{name}` to be positive and finite but got {value}.")
+    log_variance = variance.log() if isinstance(variance, Tensor) else math.log(variance)
+    return divergence([Block(mean, log_variance, factors, None, mean.numel())], prior_variance)
