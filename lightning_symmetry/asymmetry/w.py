@@ -15,6 +15,7 @@ from lightning_symmetry.asymmetry.linear import AsymmetricLinear
 from lightning_symmetry.surgery import (
     OTHER_MAPS,
     ConversionReport,
+    ReparametrizedLayer,
     match_patterns,
     module_names,
     settings_for,
@@ -86,7 +87,8 @@ def _find_layers(
     """Return the layers that hold linear maps by their first name, after a check that they can be replaced at all."""
     if twice := [found[0] for module, found in names.items() if isinstance(module, AsymmetricLayer)]:
         raise ValueError(f"The network is W-asymmetric already: {', '.join(twice[:3])} ({len(twice)} layers).")
-    layers = {found[0]: module for module, found in names.items() if isinstance(module, (*become, *OTHER_MAPS))}
+    maps = (*become, *OTHER_MAPS, ReparametrizedLayer)
+    layers = {found[0]: module for module, found in names.items() if isinstance(module, maps)}
     if (kind := type(layers.get(""))) in become:
         raise ValueError(
             f"The network is itself a {kind.__name__}: build {become[kind].__name__}.from_layer(net, ...) or wrap it "

@@ -129,8 +129,8 @@ def _is_whitened(module: nn.Module) -> bool:
 
 
 def is_asymmetric(module: nn.Module) -> bool:
-    """Whether a layer has constants, which its plain layer has not."""
-    return isinstance(module, ReparametrizedLayer) and isinstance(module, HasConstants)
+    """Whether a layer is plain but for constants, which its plain layer has not."""
+    return isinstance(module, ReparametrizedLayer) and isinstance(module, HasConstants) and module.affine
 
 
 def _is_known(module: nn.Module) -> bool:

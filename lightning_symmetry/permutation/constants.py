@@ -68,7 +68,7 @@ def plain_network(net: nn.Module, example_input: Any) -> PlainNetwork:
     found: dict[str, Constants] = {}
     frozen: dict[str, str] = {}
     for name, module in net.named_modules():
-        if isinstance(module, HasConstants):
+        if isinstance(module, HasConstants) and module.constants():
             known = _constants_of(name, module)
             found.update({key: value for key, value in known.items() if key in state})
             if not known:

@@ -258,7 +258,9 @@ def trace_permutations(net: nn.Module, example_input: Any = None) -> Permutation
     Source: Lim et al., Graph Metanetworks (2024) call these neural DAG automorphisms; Ainsworth et al., Git Re-Basin
     (2023), section 2. Following axes through the operations is this library's.
     """
-    fixed = {name: module for name, module in net.named_modules() if isinstance(module, HasConstants)}
+    fixed = {
+        name: module for name, module in net.named_modules() if isinstance(module, HasConstants) and module.constants()
+    }
     frozen = {
         f"{name}.{key}".lstrip("."): FIXED
         for name, module in fixed.items()

@@ -37,7 +37,7 @@ CONSTANT_BUFFERS = ("mask", "fixed")
 
 
 class HasConstants(ABC):
-    """A module with random constants in buffers called ``mask`` or ``fixed``.
+    """A module with random constants in buffers called ``mask`` or ``fixed``; or a kind of which some have none.
 
     Two networks can only be compared where these agree.
     """

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
+from lightning_symmetry.surgery.contract import ReparametrizedLayer
 from lightning_symmetry.surgery.replace import tied_parameters, why_not_callable
 
 # Weights of other kinds, which reports name so that nobody takes them for converted.
@@ -61,11 +62,12 @@ def why_not_convertible(
             reasons[name] = "its weight is parametrised"
         elif not known(module):
             base = next((kind for kind in kinds if isinstance(module, kind)), None)
-            reasons[name] = (
-                f"a subclass of {base.__name__} with a forward of its own"
-                if base
-                else "its weights are not those of a linear layer or convolution"
-            )
+            if base:
+                reasons[name] = f"a subclass of {base.__name__} with a forward of its own"
+            elif isinstance(module, ReparametrizedLayer):
+                reasons[name] = f"{type(module).__name__} holds its weight in other coordinates"
+            else:
+                reasons[name] = "its weights are not those of a linear layer or convolution"
         elif name in tied and name not in may_be_tied:
             reasons[name] = f"its parameters are tied to {', '.join(other or 'the network' for other in tied[name])}"
         elif has_hooks(module):

@@ -6,6 +6,7 @@ from lightning_symmetry.variational.elbo import kl_warmup, negative_elbo
 from lightning_symmetry.variational.embedding import VariationalEmbedding
 from lightning_symmetry.variational.gaussian import gaussian_kl
 from lightning_symmetry.variational.layer import VariationalLayer
+from lightning_symmetry.variational.layout import apply_layout, layout_of
 from lightning_symmetry.variational.linear import VariationalLinear
 from lightning_symmetry.variational.posterior import (
     check_finite,
@@ -15,21 +16,26 @@ from lightning_symmetry.variational.posterior import (
     sampling_mode,
     variational_layers,
 )
+from lightning_symmetry.variational.predictive import Predictive, predictive
 from lightning_symmetry.variational.settings import Posterior
 
 __all__ = [
     "Posterior",
+    "Predictive",
     "VariationalConv1d",
     "VariationalConv2d",
     "VariationalEmbedding",
     "VariationalLayer",
     "VariationalLinear",
+    "apply_layout",
     "check_finite",
     "gaussian_kl",
     "kl_divergence",
     "kl_warmup",
+    "layout_of",
     "negative_elbo",
     "optimal_prior_variances",
+    "predictive",
     "sample_network",
     "sampling_mode",
     "to_mean",

@@ -31,7 +31,7 @@ def find_layers(net: nn.Module) -> dict[str, nn.Module]:
         listed = f"{', '.join(found[:3])} ({len(found)} layers)"
         raise ValueError(f"The network is variational already: {listed}. Call to_mean(net) first.")
     layers = {all_[0]: module for module, all_ in names.items() if _is_map(module)}
-    if "" in layers and not isinstance(net, OTHER_MAPS[:-4]):
+    if plain_kind(net) in LAYERS:
         raise ValueError(
             f"The network is itself a {type(net).__name__}: use the from_layer of a variational layer or wrap it in "
             "nn.Sequential first."
@@ -96,8 +96,9 @@ def _own_reason(module: nn.Module) -> str | None:
     """Return why a layer that could be replaced can have no posterior."""
     if hasattr(module, "whitening_state"):
         return "it is whitened: call unwhiten(net) first"
-    if plain_kind(module) not in LAYERS:
-        return f"{type(module).__name__} stands for a {plain_kind(module).__name__}"
+    if (kind := plain_kind(module)) not in LAYERS:
+        which = "torch-geometric's Linear" if _is_graph_linear(kind) else f"a {kind.__name__}"
+        return f"{type(module).__name__} stands for {which}"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
         return "its max_norm, scale_grad_by_freq or sparse acts on rows of the table, which are drawn together"
     weight = base_of(module).weight

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_symmetry.surgery.convolution import convolve, take_settings
+from lightning_symmetry.variational.deviations import map_squares, root, squares_of
 from lightning_symmetry.variational.layer import VariationalLayer
-from lightning_symmetry.variational.roots import root
 from lightning_symmetry.variational.settings import VARIANCE, Diagonal, Mode, Posterior, Prior
 
 
@@ -71,21 +71,17 @@ class _VariationalConv(VariationalLayer):
     def _deviation(self, input: Tensor) -> Tensor:
         if input.ndim == self.weight.ndim - 1:
             return self._deviation(input.unsqueeze(0)).squeeze(0)
-        squares = (input if input.dtype.itemsize >= 4 else input.float()).square()
+        squares = squares_of(input)
         if self.weight_log_variance is not None:
-            return root(self._convolve(squares, *self._variances()))
+            return root(map_squares(self._map, squares, *self._variances()))
         if self._trainable is None:
             sums = squares.unflatten(1, (self.groups, -1)).sum(2)
             ones = sums.new_ones(self.groups, 1, *self.kernel_size)
-            sums = convolve(self, sums, ones, None)
+            sums = map_squares(self._map, sums, ones, None)
             sums = sums if self.groups == 1 else sums.repeat_interleave(self.out_channels // self.groups, 1)
         else:
-            sums = self._convolve(squares, *self._variances())
+            sums = map_squares(self._map, squares, *self._variances())
         return root(sums if self.bias is None else sums + 1) * math.sqrt(self.posterior.variance)
-
-    def _convolve(self, squares: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        squares = squares if torch.is_autocast_enabled(squares.device.type) else squares.to(weight.dtype)
-        return convolve(self, squares, weight, bias)
 
     def extra_repr(self) -> str:
         """Describe sizes and posterior."""

@@ -38,7 +38,7 @@ def to_variational(
     variance: float = VARIANCE,
     prior: Prior = "fan_in",
     mode: Mode = "local",
-    scale: float = 0.5,
+    scale: float | None = None,
     skip: Sequence[str] = (),
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
     seed: int = 0,
@@ -49,10 +49,15 @@ def to_variational(
 
     Converted are ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Embedding``, and layers with fixed entries, which
     stay fixed. A factorised layer becomes one with a posterior over its canonical weight, and its factors are gone.
-    Parameters of norms stay deterministic. The means are the same Parameter objects under the same names; those of the
-    covariance are ``weight_factors`` and ``bias_factors`` and, for a learned diagonal, ``weight_log_variance`` and
-    ``bias_log_variance``, which a new optimizer must be told of. The report of what was changed, what not and why is
-    left as ``net.variational_report``. If anything fails the network is as it was.
+    Layers whose parameters require no gradients are converted too, though their covariance is not trained either: name
+    in ``skip`` what is to have no noise. Parameters of norms stay deterministic. The means are the same Parameter
+    objects under the same names; those of the covariance are ``weight_factors`` and ``bias_factors`` and, for a learned
+    diagonal, ``weight_log_variance`` and ``bias_log_variance``, which a new optimizer must be told of. The report of
+    what was changed, what not and why is left as ``net.variational_report``. If anything fails the network is as it
+    was.
+
+    Other conversions leave variational layers alone: make a network asymmetric or factorise it before. Where networks
+    are interpolated or measured it is their means that count; to align them call :func:`to_mean` first.
 
     The defaults are the paper's but for the prior, which is that of its ResNets; its multi-layer perceptrons have
     ``prior="fan_in:100"``, and its ResNets ``variance=math.exp(-12)``.
@@ -66,7 +71,8 @@ def to_variational(
             ``"optimal"``, that with the least divergence at any time.
         mode: How outputs are sampled: ``"local"``, ``"shared"``, ``"weight"`` or ``"mean"``, see
             :class:`~lightning_symmetry.variational.layer.VariationalLayer`.
-        scale: Standard deviation of the first entries of v, as a multiple of that of the weight over :math:`\sqrt K`.
+        scale: Standard deviation of the first entries of v, as a multiple of that of the weight over :math:`\sqrt K`;
+            None: 0.5, and 0.1 for convolutions.
         skip: Shell patterns of layers to leave alone.
         overrides: Shell pattern -> settings (``rank``, ``diagonal``, ``variance``, ``prior``, ``mode``, ``scale``) of
             single layers; where several match, the later one counts.
@@ -139,4 +145,5 @@ def _detail(old: nn.Module, new: VariationalLayer, places: int) -> str:
     text = f"rank {new.posterior.rank}, {new.posterior.diagonal} diagonal {new.posterior.variance:.3g}, prior {prior}, "
     text += f"{entries} entries" + (f" and {fixed} fixed" if fixed else "")
     text += ", its other coordinates are gone" if loses_coordinates(old) else ""
+    text += ", frozen" if not any(p.requires_grad for p in new.parameters()) else ""
     return text + (f", shared at {places} places" if places > 1 else "")

@@ -18,8 +18,9 @@ class VariationalEmbedding(VariationalLayer):
     .. math:: y = W_i + \sqrt{d_i} \odot \epsilon + K^{-1/2} \sum_k z_k V_{ki}
 
     In the mode ``"local"`` an example, an entry of the first axis of the indices, has one z; :math:`\epsilon` is drawn
-    for each look-up, also where one example looks the same row up twice. The row of ``padding_idx`` is fixed: it has
-    no gradient, no noise and no part in the divergence.
+    for each look-up, also where one example looks the same row up twice. Positions that are looked up once for a whole
+    batch are no examples: give them the mode ``"weight"``. The row of ``padding_idx`` is fixed: it has no gradient, no
+    noise and no part in the divergence.
 
     Args:
         num_embeddings: Number of rows.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_COLUMNS = 32768  # of a block that is widened to float64 at once: it stays in the cache
+_ENTRIES = 131072  # of a block of columns that is widened to float64 at once: it stays in the cache
 
 
 class Gram(torch.autograd.Function):
@@ -25,8 +25,9 @@ class Gram(torch.autograd.Function):
     def forward(rows: Tensor) -> Tensor:
         """Return the matrix, of shape ``(K, K)``."""
         wide = wide_type(rows.device)
-        blocks = (block.to(wide) for block in rows.split(_COLUMNS, dim=-1))
-        return torch.stack([block @ block.mT for block in blocks]).sum(0)
+        with torch.autocast(rows.device.type, enabled=False):
+            blocks = (block.to(wide) for block in rows.split(max(_ENTRIES // len(rows), 1), dim=-1))
+            return torch.stack([block @ block.mT for block in blocks]).sum(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -39,20 +40,22 @@ class Gram(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         with torch.autocast(rows.device.type, enabled=False):
             kept = rows if rows.dtype.itemsize >= 4 else rows.float()
-            return ((grad + grad.mT).to(kept.dtype) @ kept).to(rows.dtype)
+            twice = (grad + grad.mT).to(kept.dtype)
+            return (twice @ kept if len(rows) > 1 else twice * kept).to(rows.dtype)
 
 
 class DiagonalSums(torch.autograd.Function):
-    """The sums of ``exp(a)`` and of ``a`` over entries that are not fixed, with a gradient in two passes."""
+    """The sums of ``exp(a)`` and of ``a`` over entries that are not fixed, in float64; two passes for the gradient."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(logarithms: Tensor, trainable: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return both sums."""
-        if trainable is None:
-            return logarithms.exp().sum(), logarithms.sum()
-        return torch.where(trainable, logarithms.exp(), 0).sum(), torch.where(trainable, logarithms, 0).sum()
+        wide, values = wide_type(logarithms.device), logarithms.exp()
+        if trainable is not None:
+            values, logarithms = torch.where(trainable, values, 0), torch.where(trainable, logarithms, 0)
+        return values.sum(dtype=wide), logarithms.sum(dtype=wide)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: tuple[Tensor, Tensor]) -> None:
@@ -63,7 +66,7 @@ class DiagonalSums(torch.autograd.Function):
     def backward(ctx: Any, of_sum: Tensor, of_logarithms: Tensor) -> tuple[Tensor, None]:
         """Return the gradient; differentiable a second time."""
         logarithms, trainable = ctx.saved_tensors
-        grad = torch.addcmul(of_logarithms, logarithms.exp(), of_sum)
+        grad = torch.addcmul(of_logarithms.to(logarithms.dtype), logarithms.exp(), of_sum.to(logarithms.dtype))
         return (grad if trainable is None else torch.where(trainable, grad, 0)), None
 
 
@@ -134,16 +137,20 @@ def _products(block: Block) -> tuple[Tensor, Tensor]:
     """Return ``tr V V^T / K`` and ``V diag(1/d) V^T / K`` of some entries."""
     rank = len(block.factors)
     if isinstance(block.log_variance, Tensor):
-        scaled = block.factors * torch.exp(-0.5 * block.log_variance)
-        return _squares(block.factors) / rank, Gram.apply(scaled.flatten(1)) / rank
+        factors = _at_least_single(block.factors)
+        scaled = factors * torch.exp(-0.5 * _at_least_single(block.log_variance))
+        return _squares(factors) / rank, Gram.apply(scaled.flatten(1)) / rank
     gram = Gram.apply(block.factors.flatten(1)) / rank
     return gram.diagonal().sum(), gram * math.exp(-block.log_variance)
 
 
 def _squares(tensor: Tensor) -> Tensor:
-    """Return the sum of squares: of positive numbers, for which the type of the parameters is exact enough."""
-    tensor = tensor if tensor.dtype.itemsize >= 4 else tensor.float()
-    return tensor.square().sum().to(wide_type(tensor.device))
+    """Return the sum of squares, in float64: close to the prior nearly all of it cancels in the divergence."""
+    return Gram.apply(tensor.reshape(1, -1)).squeeze()
+
+
+def _at_least_single(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
 
 
 def _variances(block: Block) -> tuple[Tensor | float, Tensor | float]:
@@ -151,11 +158,10 @@ def _variances(block: Block) -> tuple[Tensor | float, Tensor | float]:
     values = block.log_variance
     if not isinstance(values, Tensor):
         return block.size * math.exp(values), block.size * values
-    values = values if values.dtype.itemsize >= 4 else values.float()
+    values = _at_least_single(values)
     if values.shape != block.mean.shape:
         values = values.expand(block.mean.shape)
-    total, logarithms = DiagonalSums.apply(values, block.trainable)
-    return total.to(wide_type(values.device)), logarithms.to(wide_type(values.device))
+    return DiagonalSums.apply(values, block.trainable)
 
 
 def gaussian_kl(

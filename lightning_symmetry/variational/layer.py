@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_symmetry.surgery import ReparametrizedLayer
+from lightning_symmetry.surgery import HasConstants, ReparametrizedLayer
 from lightning_symmetry.variational.gaussian import Block, divergence, second_moment
-from lightning_symmetry.variational.settings import Mode, Posterior, first_factors
+from lightning_symmetry.variational.settings import Mode, Posterior, covariance_parameters
 
 Pair = tuple[Tensor, Tensor | None]
 
 
-class VariationalLayer(ReparametrizedLayer):
+class VariationalLayer(ReparametrizedLayer, HasConstants):
     r"""A layer with a Gaussian posterior over its P entries of weight and bias jointly.
 
     .. math:: q = N\Big(\mu, \operatorname{diag}(d) + \frac1K \sum_{k=1}^K v_k v_k^\top\Big)
@@ -35,8 +35,9 @@ class VariationalLayer(ReparametrizedLayer):
     ``"mean"``   The mean, without noise.
     ============ ===================================================================================================
 
-    Entries that are constants of the layer that it was built from, or the padding of an embedding, have no noise and
-    no part in the divergence. Noise comes from PyTorch's global random state.
+    Examples are what the input's first axis counts: where that is time, ``(T, N, F)``, each step has a z of its own;
+    choose another mode there. Entries that are constants of the layer that it was built from, or the padding of an
+    embedding, have no noise and no part in the divergence. Noise comes from PyTorch's global random state.
 
     Attributes:
         weight: Mean of the weight, under the plain layer's name, so that its checkpoints load.
@@ -120,24 +121,9 @@ class VariationalLayer(ReparametrizedLayer):
         self.register_buffer("_trainable", trainable, persistent=False)
         self.register_buffer("_constants", constants, persistent=False)
         self._size = self.weight.numel() if trainable is None else int(trainable.expand_as(self.weight).sum())
-        self._add_parameters(first_factors(plain, posterior, trainable, seed, name))
+        for key, parameter in covariance_parameters(plain, posterior, trainable, seed, name).items():
+            self.register_parameter(key, parameter)
         self.train(layer.training)
-
-    def _add_parameters(self, factors: list[Tensor]) -> None:
-        """Register the parameters of the covariance, with the type, device and ``requires_grad`` of the mean's."""
-        rank, learned = self.posterior.rank, self.posterior.diagonal == "learned"
-        for mean, name in ((self.weight, "weight"), (self.bias, "bias")):
-            value = log_variance = None
-            if mean is not None and rank:
-                value = nn.Parameter(factors.pop(0).to(mean.device, mean.dtype), mean.requires_grad)
-            if mean is not None and learned:
-                filled = torch.full_like(mean, math.log(self.posterior.variance), requires_grad=False)
-                log_variance = nn.Parameter(filled, mean.requires_grad)
-            self.register_parameter(f"{name}_factors", value)
-            self.register_parameter(f"{name}_log_variance", log_variance)
-        if self.weight_factors is not None and self._trainable is not None:
-            with torch.no_grad():
-                self.weight_factors.mul_(self._trainable.flatten(1))
 
     def _fixed_entries(self) -> tuple[Tensor | None, Tensor | None]:
         """Return what of the weight is not fixed, and constants where it is; none if nothing is fixed."""
@@ -152,6 +138,16 @@ class VariationalLayer(ReparametrizedLayer):
         if self._constants is None:
             return self.weight
         return torch.where(self._trainable, self.weight, self._constants)
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return the constants of the layer that it was built from, mask and fixed entries; none of a plain one."""
+        source = self._source[0]
+        return {name: getattr(self, name) for name in source.constants()} if isinstance(source, HasConstants) else {}
+
+    @property
+    def num_fixed(self) -> int:
+        """Number of entries of the weight that are constants; the padding of an embedding is none."""
+        return 0 if self._constants is None else self.weight.numel() - self._size
 
     def forward(self, input: Tensor) -> Tensor:
         """Sample the output of the layer; shapes are the plain layer's."""
@@ -201,7 +197,8 @@ class VariationalLayer(ReparametrizedLayer):
         return noise * torch.exp(0.5 * log_variance)
 
     def _normal(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=self.weight.dtype, device=self.weight.device)
+        given = {} if generator is None else {"generator": generator}  # its overload takes no symbolic sizes
+        return torch.randn(shape, **given, dtype=self.weight.dtype, device=self.weight.device)
 
     def _z(self, input: Tensor) -> Tensor:
         """Return one z over the square root of K for each example, of shape ``(len(input), K)``."""
@@ -283,15 +280,18 @@ class VariationalLayer(ReparametrizedLayer):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
-        self, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str], *args: Any
+        self, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str], *args: list
     ) -> None:
         missing: list[str] = []
+        *_, errors = args
+        before = len(errors)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *args)
         own = {f"{prefix}{part}_{what}" for part in ("weight", "bias") for what in ("factors", "log_variance")}
         deterministic = prefix + "weight" in state_dict and not own & state_dict.keys()
         missing_keys += [key for key in missing if not (deterministic and key in own)]
-        if self._constants is not None and not self.weight.is_meta:
-            self.release()
+        if self._trainable is not None and not self.weight.is_meta and len(errors) == before:
+            if self._constants is not None:
+                self.release()  # whose loader notes where the constants stand
             self._trainable, self._constants = self._fixed_entries()
 
     def _describe(self) -> str:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_symmetry.variational.deviations import map_squares, root, squares_of
 from lightning_symmetry.variational.layer import VariationalLayer
-from lightning_symmetry.variational.roots import root
 from lightning_symmetry.variational.settings import VARIANCE, Diagonal, Mode, Posterior, Prior
 
 
@@ -71,16 +71,14 @@ class VariationalLinear(VariationalLayer):
         return torch.einsum("bk,b...ko->b...o", z, hidden.unflatten(-1, (-1, self.out_features)))
 
     def _deviation(self, input: Tensor) -> Tensor:
-        squares = (input if input.dtype.itemsize >= 4 else input.float()).square()
+        squares = squares_of(input)
         if self.weight_log_variance is None:
-            sums = squares.sum(-1, keepdim=True) if self._trainable is None else self._linear(squares)
+            sums = squares.sum(-1, keepdim=True) if self._trainable is None else self._variance(squares)
             return root(sums if self.bias is None else sums + 1) * math.sqrt(self.posterior.variance)
-        return root(self._linear(squares))
+        return root(self._variance(squares))
 
-    def _linear(self, squares: Tensor) -> Tensor:
-        weight, bias = self._variances()
-        squares = squares if torch.is_autocast_enabled(squares.device.type) else squares.to(weight.dtype)
-        return F.linear(squares, weight, bias)
+    def _variance(self, squares: Tensor) -> Tensor:
+        return map_squares(F.linear, squares, *self._variances())
 
     def extra_repr(self) -> str:
         """Describe sizes and posterior."""

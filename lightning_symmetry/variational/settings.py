@@ -25,11 +25,13 @@ class Posterior:
         rank: K; 0 is mean-field.
         diagonal: ``"constant"``, one d for the layer that is not trained, or ``"learned"``, one for each entry.
         variance: d at the beginning.
-        prior: The variance p of the prior :math:`N(0, p I)`: a number; ``"fan_in"``, 1/n with n inputs of an output
-            (1 for embeddings); ``"fan_in:100"``, 100/n; or ``"optimal"``, the p with the least divergence at any time.
+        prior: The variance p of the prior :math:`N(0, p I)`: a number; ``"fan_in"``, 1/n, where n counts the inputs of
+            an output, of its group only and with fixed entries (1 for embeddings); ``"fan_in:100"``, 100/n; or
+            ``"optimal"``, the p with the least divergence at any time.
         mode: How outputs are sampled: ``"local"``, ``"shared"``, ``"weight"``, or ``"mean"``: not at all.
         scale: Standard deviation of the first entries of v, as a multiple of that of the weight's entries over
-            :math:`\sqrt K`.
+            :math:`\sqrt K`. None is 0.5, the paper's, and 0.1 for convolutions, whose noise is the same at all pixels:
+            a ResNet20 whose kernels begin at 0.5 lags for epochs.
 
     Raises:
         ValueError: If a setting is none of these, the rank negative, or a variance not positive and finite.
@@ -40,7 +42,7 @@ class Posterior:
     variance: float = VARIANCE
     prior: Prior = "fan_in"
     mode: Mode = "local"
-    scale: float = 0.5
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
@@ -49,7 +51,8 @@ class Posterior:
             raise ValueError(f"Expected `diagonal` to be 'constant' or 'learned' but got {self.diagonal!r}.")
         _check_positive("variance", self.variance, "a variance, not its logarithm")
         check_mode(self.mode)
-        _check_positive("scale", self.scale, "at 0 the factors are at a saddle and stay there")
+        if self.scale is not None:
+            _check_positive("scale", self.scale, "at 0 the factors are at a saddle and stay there")
         self._prior_factor()
 
     def prior_variance(self, layer: nn.Module) -> float | None:
@@ -93,31 +96,50 @@ def _check_positive(name: str, value: object, hint: str) -> None:
         raise ValueError(f"Expected `{name}` to be positive and finite ({hint}) but got {value!r}.")
 
 
-def first_factors(
+def covariance_parameters(
     layer: nn.Module, settings: Posterior, trainable: Tensor | None, seed: int, name: str
-) -> list[Tensor]:
-    r"""Return Gaussian factors of weight and bias, of shape ``(K, rows, inputs)`` and ``(K, rows)``, in float32.
+) -> dict[str, nn.Parameter | None]:
+    r"""Return factors and logarithms of d of weight and bias, with type, device and ``requires_grad`` of the mean's.
 
-    Kernels are flattened: a parameter with five axes cannot be brought into the memory format ``channels_last``.
+    Factors are Gaussian, drawn in float32 on the CPU, of shape ``(K, rows, inputs)`` and ``(K, rows)``: kernels are
+    flattened, as a parameter with five axes cannot be brought into the memory format ``channels_last``.
 
     Their standard deviation is :math:`s \operatorname{std}(W) / \sqrt K` over the entries of W that are not fixed; of a
-    weight that is constant, the deviation that PyTorch initialises it with.
+    weight that is constant, or on the meta device, the deviation that PyTorch initialises it with.
 
     Args:
         layer: The plain layer.
-        settings: The rank K and the scale s.
+        settings: The rank K, the scale s and the diagonal.
         trainable: What of the weight is not fixed, broadcast to its shape; None: all.
         seed: The seed.
         name: Name of the layer in its network, for each of which factors are drawn apart.
     """
+    usual = 0.5 if isinstance(layer, nn.Linear | nn.Embedding) else 0.1
+    scale = (settings.scale or usual) * _deviation(layer, trainable) / math.sqrt(max(settings.rank, 1))
     digest = hashlib.sha256(f"variational/{seed}/{name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    found: dict[str, nn.Parameter | None] = {}
+    for key, mean in (("weight", layer.weight), ("bias", getattr(layer, "bias", None))):
+        factors = log_variance = None
+        if mean is not None and settings.rank:
+            shape = settings.rank, *(mean.flatten(1) if mean.ndim > 1 else mean).shape
+            factors = (scale * torch.randn(shape, generator=generator, device="cpu")).to(mean.device, mean.dtype)
+            if key == "weight" and trainable is not None:
+                factors *= trainable.flatten(1)
+            factors = nn.Parameter(factors, mean.requires_grad)
+        if mean is not None and settings.diagonal == "learned":
+            filled = torch.full_like(mean, math.log(settings.variance), requires_grad=False)
+            log_variance = nn.Parameter(filled, mean.requires_grad)
+        found |= {f"{key}_factors": factors, f"{key}_log_variance": log_variance}
+    return found
+
+
+def _deviation(layer: nn.Module, trainable: Tensor | None) -> float:
+    """Return the standard deviation of the weight's entries."""
+    usual = 1.0 if isinstance(layer, nn.Embedding) else (3 * layer.weight[0].numel()) ** -0.5
+    if layer.weight.is_meta:
+        return usual
     entries = layer.weight.detach()
     if trainable is not None:
         entries = entries[trainable.expand_as(entries)]
-    usual = 1.0 if isinstance(layer, nn.Embedding) else (3 * layer.weight[0].numel()) ** -0.5
-    deviation = float(entries.double().std(correction=0)) or usual
-    scale = settings.scale * deviation / math.sqrt(max(settings.rank, 1))
-    parameters = [layer.weight, getattr(layer, "bias", None)]
-    shapes = [(settings.rank, *(p.flatten(1) if p.ndim > 1 else p).shape) for p in parameters if p is not None]
-    return [scale * torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+    return float(entries.double().std(correction=0)) or usual

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_symmetry.surgery import (
     OTHER_MAPS,
     ConversionReport,
+    ReparametrizedLayer,
     match_patterns,
     module_names,
     replace_modules,
@@ -132,7 +133,7 @@ def unwhiten(net: NetT) -> NetT:
 
 
 def _is_map(module: nn.Module) -> bool:
-    return isinstance(module, (*_CANONICAL, *OTHER_MAPS)) or can_borrow(module)
+    return isinstance(module, (*_CANONICAL, *OTHER_MAPS, ReparametrizedLayer)) or can_borrow(module)
 
 
 def _convert(module: nn.Module, mode: Mode, explicit: bool) -> HasWhitening:

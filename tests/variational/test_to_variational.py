@@ -13,7 +13,7 @@ from layer_contract import Shared, Special
 from torch import nn
 from variational_cases import images, small_network
 
-from lightning_symmetry import MLP, ResNet20, asymmetrize, factorize, whiten
+from lightning_symmetry import MLP, AsymmetricLinear, ResNet20, asymmetrize, factorize, whiten
 from lightning_symmetry.variational import (
     Posterior,
     VariationalConv2d,
@@ -41,6 +41,23 @@ def test_the_paper_s_setting():
     assert layer.prior_variance == 100 / 16
     assert "rank 4, constant diagonal 4.54e-05, prior variance 6.25, 272 entries" in str(report)
     assert type(net.norms[0]) is nn.LayerNorm
+
+
+def test_frozen_layers_are_reported():
+    net = small_network()
+    net[0].requires_grad_(False)
+    rows = {row.name: row.detail for row in to_variational(net).variational_report.rows}
+    assert [name for name, detail in rows.items() if "frozen" in detail] == ["0"]
+    assert not any(p.requires_grad for p in net[0].parameters())
+
+
+def test_priors():
+    """N counts the inputs of an output in its group, those with fixed entries too."""
+    net = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(24, 5), nn.Linear(5, 5))
+    asymmetrize(net, n_fix=2, kappa=0.5, skip=["3"])
+    net.append(nn.Embedding(3, 4))
+    to_variational(net, prior="fan_in:100")
+    assert [net[i].prior_variance for i in (0, 2, 3, 4)] == [100 / 18, 100 / 24, 100 / 5, 100]
 
 
 def test_settings_of_single_layers():
@@ -147,8 +164,12 @@ def test_errors(case):
 def test_errors_of_networks():
     with pytest.raises(ValueError, match="found nothing to convert in Sequential"):
         to_variational(nn.Sequential(nn.ReLU()))
-    with pytest.raises(ValueError, match="itself a Linear"):
-        to_variational(nn.Linear(3, 3))
+    for layer in (nn.Linear(3, 3), nn.Embedding(3, 3), AsymmetricLinear(6, 4, 2, 0.5)):
+        with pytest.raises(ValueError, match=f"itself a {type(layer).__name__}"):
+            to_variational(layer)
+    for layer in (nn.LSTM(3, 4), nn.MultiheadAttention(4, 2), nn.EmbeddingBag(3, 4)):
+        with pytest.raises(ValueError, match=f"found nothing to convert in {type(layer).__name__}"):
+            to_variational(layer)
     with pytest.raises(ValueError, match=r"variational already: 0, 3, 5 \(4 layers\). Call to_mean"):
         to_variational(to_variational(small_network()))
     for function in (kl_divergence, sample_network, optimal_prior_variances, check_finite):
@@ -245,5 +266,5 @@ def test_constructors():
     constant = nn.init.zeros_(nn.Linear(12, 500).weight)
     plain = nn.Linear(12, 500)
     plain.weight = nn.Parameter(constant)
-    deviation = VariationalLinear.from_layer(plain, rank=1).weight_factors.std()
+    deviation = VariationalLinear.from_layer(plain, rank=1).weight_factors.detach().std()
     assert float(deviation) == pytest.approx(0.5 / 6, rel=0.05)

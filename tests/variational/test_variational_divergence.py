@@ -19,6 +19,7 @@ from lightning_symmetry.variational import (
     gaussian_kl,
 )
 from lightning_symmetry.variational import kl_divergence as network_kl
+from lightning_symmetry.variational.gaussian import Block, DiagonalSums, Gram, divergence
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
 PLAIN = {
@@ -185,6 +186,49 @@ def test_almost_parallel_factors_of_float32():
     expected = wide.square().sum() / 4 + 5000 * (math.exp(-12) - 1 + 12)
     expected = 0.5 * (expected - torch.linalg.slogdet(torch.eye(4, dtype=torch.float64) + inner)[1])
     torch.testing.assert_close(value, expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("spread", [0.3, 0.05])
+def test_close_to_the_prior_in_float32(spread, rank):
+    """Sums that are a thousand times the divergence cancel in it; so does rounding only if they are in float64."""
+    prior, size = 1 / 4608, 300_000
+    generator = torch.Generator().manual_seed(0)
+    mean, log_variance, *rows = (torch.randn(size, generator=generator) * spread for _ in range(2 + rank))
+    mean, log_variance = mean * math.sqrt(prior), log_variance + math.log(prior)
+    factors = torch.stack(rows) * math.sqrt(prior) if rank else None
+    value = divergence([Block(mean, log_variance, factors, None, size)], prior)
+    wide = factors.double().T / math.sqrt(rank) if rank else torch.zeros(size, 1, dtype=torch.float64)
+    q = LowRankMultivariateNormal(mean.double(), wide, log_variance.double().exp())
+    zero = torch.zeros(size, dtype=torch.float64)
+    p = LowRankMultivariateNormal(zero, zero.unsqueeze(1), zero + prior)
+    torch.testing.assert_close(value, kl_divergence(q, p), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_learned_diagonals_of_half_precision(dtype):
+    """Rows that are divided by the root of d are no longer parallel if they are rounded to half precision."""
+    torch.manual_seed(0)
+    layer = VariationalLinear(60, 50, variance=math.exp(-12), prior=0.05, diagonal="learned", dtype=dtype)
+    with torch.no_grad():
+        layer.weight_factors.copy_(10 * (layer.weight_factors[:1] + 1e-3 * torch.randn(4, 50, 60)))
+        layer.weight_log_variance.add_(torch.randn(50, 60))
+    value = layer.kl_divergence()
+    torch.testing.assert_close(value, reference(layer.double(), 0.05), rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_derivatives_of_the_parts(rows):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(rows, 7, generator=generator, dtype=torch.float64, requires_grad=True)
+    trainable = torch.rand(rows, 7, generator=generator) > 0.4
+    for function in (
+        Gram.apply,
+        lambda a: DiagonalSums.apply(a, None),
+        lambda a: DiagonalSums.apply(a, trainable),
+    ):
+        assert torch.autograd.gradcheck(function, values)
+        assert torch.autograd.gradgradcheck(function, values)
 
 
 def test_errors():
