@@ -17,6 +17,7 @@ from lightning_symmetry.asymmetry import (
 # Lightning callbacks
 from lightning_symmetry.callbacks import (
     PRONG,
+    Calibration,
     EffectiveRankMonitor,
     FisherConditioning,
     FrobeniusDecay,
@@ -87,6 +88,8 @@ from lightning_symmetry.modules import (
     LowRankLayoutMixin,
     ReconstructionModule,
     SupervisedModule,
+    VariationalMixin,
+    VariationalModule,
     WeightRegression,
     select_learning_rate,
     warmup,
@@ -125,6 +128,7 @@ from lightning_symmetry.permutation import (
 
 # Gaussian posteriors
 from lightning_symmetry.variational import (
+    Predictive,
     VariationalConv1d,
     VariationalConv2d,
     VariationalEmbedding,
@@ -132,6 +136,7 @@ from lightning_symmetry.variational import (
     gaussian_kl,
     kl_divergence,
     negative_elbo,
+    predictive,
     sample_network,
     sampling_mode,
     to_mean,
@@ -166,6 +171,7 @@ __all__ = [
     "AsymmetricLinear",
     "AsymmetricModule",
     "Autoencoder",
+    "Calibration",
     "ConvNet",
     "DigitsData",
     "DigitsGraph",
@@ -190,6 +196,7 @@ __all__ = [
     "PlanetoidData",
     "PopulationAugmentation",
     "PopulationSettings",
+    "Predictive",
     "ReconstructionModule",
     "ResNet",
     "ResNet20",
@@ -204,6 +211,8 @@ __all__ = [
     "VariationalConv2d",
     "VariationalEmbedding",
     "VariationalLinear",
+    "VariationalMixin",
+    "VariationalModule",
     "VisionData",
     "WaterfallLR",
     "WeightDeepSets",
@@ -244,6 +253,7 @@ __all__ = [
     "num_trainable",
     "parameter_distance",
     "path_statistics",
+    "predictive",
     "recompose",
     "repair",
     "reparametrize",

@@ -1,5 +1,6 @@
 """Lightning callbacks."""
 
+from lightning_symmetry.callbacks.calibration import Calibration
 from lightning_symmetry.callbacks.effective_rank_monitor import EffectiveRankMonitor
 from lightning_symmetry.callbacks.fisher_conditioning import FisherConditioning
 from lightning_symmetry.callbacks.frobenius_decay import FrobeniusDecay
@@ -10,6 +11,7 @@ from lightning_symmetry.callbacks.waterfall import WaterfallLR
 
 __all__ = [
     "PRONG",
+    "Calibration",
     "EffectiveRankMonitor",
     "FisherConditioning",
     "FrobeniusDecay",

@@ -45,8 +45,8 @@ def restructure(
         modules, names = dict(net.named_modules()), module_names(net)
         if missing := [name for name in layout if name not in modules]:
             raise ValueError(
-                f"The checkpoint has factors for {missing[0]!r} ({len(missing)} in all), but {type(net).__name__} has "
-                "no layer of that name."
+                f"The checkpoint has factors or a posterior for {missing[0]!r} ({len(missing)} in all), but "
+                f"{type(net).__name__} has no layer of that name."
             )
         for name, settings in layout.items():
             new = build(name, modules[name], settings)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from typing_extensions import Self
 
+from lightning_symmetry.variational.layer import VariationalLayer
+
 Outputs = Literal["logits", "probabilities", "values"]
 
 
@@ -126,18 +128,41 @@ def predictive(
     """
     check_num_samples("num_samples", num_samples)
     with torch.no_grad():
-        return Predictive.of(samples(lambda: net(*inputs), num_samples), outputs, class_dim)
+        return Predictive.of(samples(net, lambda: net(*inputs), num_samples), outputs, class_dim)
 
 
-def samples(call: Callable[[], Any], count: int) -> Iterator[Any]:
+def samples(net: nn.Module, call: Callable[[], Any], count: int) -> Iterator[Any]:
     """Yield a number of samples of what a call returns.
 
+    If at least half of a network's parameters come before its first variational layer, as with a posterior over the
+    last layer only, samples are computed together, by ``torch.func.vmap``: what depends on no noise is computed once.
+    Of other networks that takes more memory and no less time. What cannot be mapped over is sampled one by one.
+
     Args:
-        call: Samples an output.
+        net: The network.
+        call: Samples an output of it.
         count: Number of samples.
     """
+    if count > 1 and _begins_deterministic(net):
+        try:
+            mapped = torch.func.vmap(lambda _: call(), randomness="different")(torch.empty(count))
+        except RuntimeError:  # an operation without a rule; a mistake of the network's own is raised below
+            pass
+        else:
+            yield from mapped
+            return
     for _ in range(count):
         yield call()
+
+
+def _begins_deterministic(net: nn.Module) -> bool:
+    """Whether at least half of the parameters come before the first variational layer, in the order of modules."""
+    sizes, first = [], None
+    for module in net.modules():
+        if first is None and isinstance(module, VariationalLayer):
+            first = sum(sizes)
+        sizes.append(sum(parameter.numel() for parameter in module.parameters(recurse=False)))
+    return first is not None and 2 * first >= sum(sizes)
 
 
 def check_outputs(outputs: str, class_dim: int | None = -1) -> None:

@@ -41,7 +41,7 @@ def test_the_layout_is_seen_in_names_and_shapes(scheme):
 def test_a_layout_of_another_network_changes_nothing():
     net = network()
     parts = dict(net.named_modules())
-    with pytest.raises(ValueError, match=r"factors for 'head'.* no layer of that name"):
+    with pytest.raises(ValueError, match=r"factors or a posterior for 'head'.* no layer of that name"):
         apply_layout(net, {"0": {"rank": 1, "scheme": "kxk-1x1"}, "head": {"rank": 2}})
     with pytest.raises(ValueError, match="factors for '4', but it is a Tanh"):
         apply_layout(net, {"3": {"rank": 1}, "4": {"rank": 2}})

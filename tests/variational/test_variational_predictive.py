@@ -139,3 +139,43 @@ def test_bad_outputs():
         Predictive.of([torch.zeros(2, dtype=torch.long)])
     with pytest.raises(ValueError, match="at least one output"):
         Predictive.of([])
+
+
+class Counted(nn.Sequential):
+    """A network before whose last layer nothing is random, which counts how often that is computed."""
+
+    def __init__(self, choose: bool = False) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(25, 30), nn.Tanh(), nn.Linear(30, 3))
+        self.calls, self.choose = 0, choose
+        to_variational(self, 2, variance=0.04, skip=["0"])
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        output = self[2](self[1](self[0](input)))
+        return output if not self.choose or bool(output.sum() < 1e9) else -output
+
+
+@pytest.mark.parametrize("mode", ["local", "shared", "weight"])
+def test_what_depends_on_no_noise_is_computed_once(mode):
+    """Samples have the mean and variance that the last layer's posterior gives them, and are independent."""
+    net, x, count = Counted(), torch.randn(4, 25), 4000
+    layer = net[2]
+    layer.mode = mode
+    found = predictive(net, x, num_samples=count, outputs="values")
+    assert net.calls == 1
+    with torch.no_grad():
+        h = net[1](net[0](x)).double()
+        factors = torch.einsum("koi,ni->kno", layer.weight_factors.double(), h) + layer.bias_factors[:, None]
+        variance = 0.04 * (h.square().sum(1, keepdim=True) + 1) + factors.square().mean(0)
+        mean = h @ layer.weight.double().T + layer.bias
+    assert ((found.mean - mean) / (variance / count).sqrt()).abs().max() < 4.5
+    assert ((found.variance / variance - 1) / math.sqrt(2 / count)).abs().max() < 4.5
+
+
+def test_what_cannot_be_mapped_over_is_sampled_one_by_one():
+    net = Counted(choose=True)
+    found = predictive(net, torch.randn(4, 25), num_samples=6, outputs="values")
+    assert net.calls == 7 and (found.variance > 0).all()
+    whole = to_variational(nn.Sequential(nn.Linear(5, 3)), 2)
+    assert (predictive(whole, torch.randn(4, 5), num_samples=6, outputs="values").variance > 0).all()
