@@ -290,7 +290,8 @@ def test_what_the_steps_do_not_call_is_named():
     with pytest.raises(MisconfigurationException, match=r"'net\.0' is not in it"):
         BayesianParts(predictor="net.2").validation_step(batch, 0)
     BayesianParts(predictor="net.2", posterior={"skip": ["net.0"]}).validation_step(batch, 0)
-    with pytest.raises(MisconfigurationException, match=r"submodule of BayesianParts, such as one of \['net'.*got 'head'"):
+    pattern = r"submodule of BayesianParts, such as one of \['net'.*got 'head'"
+    with pytest.raises(MisconfigurationException, match=pattern):
         BayesianParts(predictor="head").predictor_module()
     module = Bayesian(predictor="")
     assert module.predictor_module() is module
