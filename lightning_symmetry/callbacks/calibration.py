@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_symmetry.callbacks.calibration_bins import CalibrationBins, CalibrationResult, Outputs, score
 from lightning_symmetry.callbacks.calibration_outputs import (
     OutputRecorder,
+    check_kind,
     output_and_target,
     predictor_module,
     repeated_rows,
@@ -59,9 +60,9 @@ class Calibration(Callback):
         accuracy_at: The accuracy at ``epochs``, of the first loader.
 
     Raises:
-        MisconfigurationException: For arguments out of range, or when a fit starts that has no validation at
-            ``epochs``; for a compiled LightningModule; in a step, if the predictor is not called once, or its outputs
-            do not fit the targets.
+        MisconfigurationException: For arguments out of range, or ``outputs`` other than a Bayesian module's; when a fit
+            starts that has no validation at ``epochs``; for a compiled LightningModule; in a step, if the predictor is
+            not called once, or its outputs do not fit the targets.
 
     Source: On Calibration of Modern Neural Networks (Guo et al., 2017); The Empirical Impact of Neural Parameter
     Symmetries, or Lack Thereof (2024), table 2.
@@ -220,6 +221,8 @@ class Calibration(Callback):
                 f"Calibration measures several loaders one after the other, but they are combined by {combined._mode!r}"
                 ". Use CombinedLoader(loaders, 'sequential')."
             )
+        if self.predictor is None:
+            check_kind(module, self.outputs)
         device = trainer.strategy.root_device
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._bins = [CalibrationBins(self.num_bins, dtype).to(device) for _ in self._loaders]

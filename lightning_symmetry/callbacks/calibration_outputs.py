@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_symmetry.modules.predictor import predictor_of
+from lightning_symmetry.modules.variational_settings import VariationalSettings
 
 TARGETS = ("target", "targets", "label", "labels", "y")
 """Keys of the targets of batches that are mappings."""
@@ -30,6 +31,24 @@ def predictor_module(module: pl.LightningModule, name: str | None = None) -> nn.
     if name is None and callable(method := getattr(module, "predictor_module", None)):
         return method()
     return predictor_of(module, name)
+
+
+def check_kind(module: pl.LightningModule, outputs: str) -> None:
+    """Check that a Bayesian module says the same of what its predictor returns.
+
+    Args:
+        module: The module.
+        outputs: What it is taken to return.
+
+    Raises:
+        MisconfigurationException: If it says something else.
+    """
+    settings = getattr(module, "variational", None)
+    if isinstance(settings, VariationalSettings) and settings.outputs != outputs:
+        raise MisconfigurationException(
+            f"Calibration has outputs={outputs!r}, but {type(module).__name__} has outputs={settings.outputs!r}. Give "
+            "both the same; regressions ('values') have no calibration of this kind."
+        )
 
 
 class OutputRecorder:

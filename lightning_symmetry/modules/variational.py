@@ -19,7 +19,7 @@ from lightning_symmetry.modules.variational_conversion import (
     is_variational,
     makes_layers_later,
 )
-from lightning_symmetry.modules.variational_data import batch_size, num_training_samples
+from lightning_symmetry.modules.variational_data import batch_size, num_training_samples, warn_of_several_targets
 from lightning_symmetry.modules.variational_noise import evaluation_place, finished_batches, seeded
 from lightning_symmetry.modules.variational_settings import VariationalSettings, check_names
 from lightning_symmetry.modules.variational_steps import wrap_steps
@@ -129,30 +129,30 @@ class VariationalMixin:
         check_names(settings, super().__init__, args, kwargs)
         super().__init__(*args, **kwargs)
         self.variational = settings
-        self._converted, self._in_step = False, False
-        self._noise_seed: int | None = None
-        self._num_data: int | None = None
-        self._calls = 0
+        self._vi_converted, self._vi_in_step = False, False
+        self._vi_seed: int | None = None
+        self._vi_num_data = num_data
+        self._vi_calls = 0
         if not makes_layers_later(type(self), VariationalMixin):
-            self._convert()
+            self._vi_convert()
 
-    def _convert(self) -> None:
+    def _vi_convert(self) -> None:
         """Convert the layers, once."""
-        if self._converted:
+        if self._vi_converted:
             return
-        self._converted = is_variational(self)
-        if self._converted and self.variational.posterior is not None:
+        self._vi_converted = is_variational(self)
+        if self._vi_converted and self.variational.posterior is not None:
             raise MisconfigurationException(
                 f"The network of {type(self).__name__} is variational already: leave `posterior` out, or call "
                 "to_mean(net) first."
             )
-        self._converted = self._converted or convert(self, self.variational.posterior or {})
+        self._vi_converted = self._vi_converted or convert(self, self.variational.posterior or {})
 
     def configure_model(self) -> None:
         """Convert the layers, if that was not done by the constructor."""
         super().configure_model()
-        self._convert()
-        if not self._converted:
+        self._vi_convert()
+        if not self._vi_converted:
             raise MisconfigurationException(
                 f"VariationalMixin found nothing to convert in {type(self).__name__}: it has no linear layer, "
                 "convolution or embedding that can have a posterior."
@@ -168,9 +168,9 @@ class VariationalMixin:
                     f"VariationalMixin replaces the loss that a training step returns, but {type(self).__name__} "
                     "optimizes manually: set `automatic_optimization = True`, or use kl_divergence and negative_elbo."
                 )
-        if stage == "fit" or self._noise_seed is None:
-            self._noise_seed = self.trainer.strategy.broadcast(torch.initial_seed())
-        self._num_data = self.variational.num_data
+        if stage == "fit" or self._vi_seed is None:
+            self._vi_seed = self.trainer.strategy.broadcast(torch.initial_seed())
+        self._vi_num_data = self.variational.num_data
 
     def predictor_module(self) -> nn.Module:
         """Return the submodule whose outputs are averaged.
@@ -183,29 +183,31 @@ class VariationalMixin:
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write the layout of the posterior and the seed of the noise."""
         super().on_save_checkpoint(checkpoint)
-        save_layout(self, checkpoint, self._noise_seed)
+        save_layout(self, checkpoint, self._vi_seed)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the posterior of a checkpoint, before its weights are loaded."""
-        self._convert()
+        self._vi_convert()
         seed = load_layout(self, checkpoint)
-        self._noise_seed = self._noise_seed if seed is None else seed
+        self._vi_seed = self._vi_seed if seed is None else seed
         super().on_load_checkpoint(checkpoint)
 
-    def _seeded(self, *place: Any) -> Any:
-        if self._noise_seed is None:
-            self._noise_seed = torch.initial_seed()
-        return seeded(self.device, self._noise_seed, self.global_rank, *place)
+    def _vi_seeded(self, *place: Any) -> Any:
+        if self._vi_seed is None:
+            self._vi_seed = torch.initial_seed()
+        return seeded(self.device, self._vi_seed, self.global_rank, *place)
 
-    def _train(self, step: Step, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def _vi_train(self, step: Step, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Return the bound in the place of the loss, or in a dictionary of the last sample."""
         losses, result = [], None
-        trainer, self._calls = self._trainer, self._calls + 1
-        place = self._calls if trainer is None else finished_batches(trainer)
+        trainer, self._vi_calls = self._trainer, self._vi_calls + 1
+        if trainer is not None and not trainer.training and not is_variational(self):  # a callback evaluates the mean
+            return step(*args, **named)
+        place = self._vi_calls if trainer is None else finished_batches(trainer)
         batch = args[0] if args else next(iter(named.values()))
-        num_data = self._count(batch)
+        num_data = self._vi_count(batch)
         for sample in range(self.variational.num_samples_train):
-            with self._seeded("train", place, sample):
+            with self._vi_seeded("train", place, sample):
                 result = step(*args, **named)
             loss = result.get("loss") if isinstance(result, Mapping) else result
             if not isinstance(loss, Tensor):  # a batch to skip, or what Lightning refuses
@@ -223,15 +225,16 @@ class VariationalMixin:
             self.log_dict(logged, on_step=False, on_epoch=True, sync_dist=True, batch_size=batch_size(batch))
         return {**result, "loss": bound} if isinstance(result, Mapping) else bound
 
-    def _count(self, batch: Any) -> int:
+    def _vi_count(self, batch: Any) -> int:
         """Return N, found once a fit."""
-        if self._num_data is None:
-            if self._trainer is None and self.variational.num_data is None:
+        if self._vi_num_data is None:
+            if self._trainer is None:
                 raise MisconfigurationException("Without a Trainer, VariationalMixin needs `num_data=`.")
-            self._num_data = self.variational.num_data or num_training_samples(self.trainer, batch)
-        return self._num_data
+            self._vi_num_data = num_training_samples(self.trainer, batch)
+            warn_of_several_targets(batch, self._vi_num_data)
+        return self._vi_num_data
 
-    def _evaluate(self, split: str, step: Step, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def _vi_evaluate(self, split: str, step: Step, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Return what a step returns if its predictor returns averages; of prediction the averages."""
         settings, bayesian = self.variational, is_variational(self)
         if not bayesian and split != "predict":  # turned to its mean
@@ -242,7 +245,7 @@ class VariationalMixin:
         if split == "predict" and _is_default(type(self).predict_step) and isinstance(batch, tuple | list):
             args = (batch[0], *args[1:])
         predictor = self.predictor_module()
-        with self._seeded(split, *place), averaged(predictor, count, settings.outputs, settings.class_dim) as found:
+        with self._vi_seeded(split, *place), averaged(predictor, count, settings.outputs, settings.class_dim) as found:
             result = step(*args, **named)
         if not found:
             name = next(name for name, module in self.named_modules() if module is predictor)
@@ -256,13 +259,15 @@ class VariationalMixin:
 
 def _around(module: VariationalMixin, split: str, step: Step, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """Do what belongs around a step, but for one that another step calls."""
-    if module._in_step:
+    if module._vi_in_step:
         return step(*args, **named)
-    module._in_step = True
+    module._vi_in_step = True
     try:
-        return module._train(step, args, named) if split == "train" else module._evaluate(split, step, args, named)
+        return (
+            module._vi_train(step, args, named) if split == "train" else module._vi_evaluate(split, step, args, named)
+        )
     finally:
-        module._in_step = False
+        module._vi_in_step = False
 
 
 def _is_default(step: Step) -> bool:

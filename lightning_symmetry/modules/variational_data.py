@@ -8,6 +8,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -54,6 +56,23 @@ def num_training_samples(trainer: pl.Trainer, batch: Any) -> int:
     if type(sampler) in (RandomSampler, SequentialSampler) or isinstance(sampler, DistributedSampler):
         return len(loader.dataset)
     raise _unknown(f"samples are drawn by {type(sampler).__name__}")
+
+
+def warn_of_several_targets(batch: Any, num_data: int) -> None:
+    """Warn where a sample has several classes as targets, such as tokens or pixels, over which losses are means.
+
+    Args:
+        batch: A training batch ``(input, target)``; any other is left alone.
+        num_data: The number of samples.
+    """
+    target = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+    if not isinstance(target, Tensor) or target.ndim < 2 or target.is_floating_point():
+        return
+    if (each := target[0].numel()) > 1:
+        rank_zero_warn(
+            f"Each of the {num_data} training samples has {each} targets. If the loss is the mean over all of these, "
+            f"as over tokens or pixels, give VariationalMixin num_data={num_data * each}; else num_data={num_data}."
+        )
 
 
 def batch_size(batch: Any) -> int:

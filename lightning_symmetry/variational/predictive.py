@@ -146,9 +146,9 @@ def samples(net: nn.Module, call: Callable[[], Any], count: int) -> Iterator[Any
     if count > 1 and _begins_deterministic(net):
         try:
             mapped = torch.func.vmap(lambda _: call(), randomness="different")(torch.empty(count))
-        except RuntimeError:  # an operation without a rule; a mistake of the network's own is raised below
-            pass
-        else:
+        except (RuntimeError, ValueError):  # an operation or output without a rule; mistakes are raised below
+            mapped = None
+        if isinstance(mapped, Tensor):
             yield from mapped
             return
     for _ in range(count):

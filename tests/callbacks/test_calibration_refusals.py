@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_symmetry.callbacks import Calibration
+from lightning_symmetry.modules import VariationalModule
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,15 @@ def test_batches_without_targets_are_refused():
 def test_epochs_without_validation_are_refused_when_fit_starts(module, kwargs, message):
     with pytest.raises(MisconfigurationException, match=message):
         fit(module(), Calibration(epochs=(2, 3)), **kwargs)
+
+
+@pytest.mark.parametrize("outputs", ["probabilities", "values"])
+def test_a_bayesian_module_of_other_outputs_is_refused(outputs):
+    """Its probabilities would be taken for logits, silently."""
+    module = VariationalModule(nn.Sequential(nn.Linear(FEATURES, CLASSES)), outputs=outputs)
+    message = f"outputs='logits', but VariationalModule has outputs='{outputs}'"
+    with pytest.raises(MisconfigurationException, match=message):
+        trainer(Calibration()).validate(module, loader("val"), verbose=False)
 
 
 def test_loaders_side_by_side_are_refused():

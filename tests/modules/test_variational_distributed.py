@@ -35,7 +35,7 @@ module = Bayesian(num_samples_train=2, posterior=WIDE)
 torch.default_generator.manual_seed(1000 + rank)
 run = trainer(max_epochs=1, accumulate_grad_batches=2, **DDP)
 run.fit(module, equal())
-result = {"outputs": module.outputs, "seed": module._noise_seed}
+result = {"outputs": module.outputs, "seed": module._vi_seed}
 
 pl.seed_everything(5)
 module = bayesian()

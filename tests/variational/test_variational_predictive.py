@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -179,3 +180,15 @@ def test_what_cannot_be_mapped_over_is_sampled_one_by_one():
     assert net.calls == 7 and (found.variance > 0).all()
     whole = to_variational(nn.Sequential(nn.Linear(5, 3)), 2)
     assert (predictive(whole, torch.randn(4, 5), num_samples=6, outputs="values").variance > 0).all()
+
+
+@pytest.mark.parametrize("wrap", [lambda y: (y,), lambda y: [y, y], lambda y: {"logits": y}, lambda y: (y, 3)])
+@pytest.mark.parametrize("skip", [["0"], []])
+def test_outputs_that_are_no_tensor_are_refused_whether_mapped_over_or_not(wrap, skip):
+    class Wrapped(nn.Sequential):
+        def forward(self, input: Tensor) -> Any:
+            return wrap(super().forward(input))
+
+    net = to_variational(Wrapped(nn.Linear(25, 30), nn.Linear(30, 3)), 2, skip=skip)
+    with pytest.raises(TypeError, match=r"to return a tensor of real numbers but got a (tuple|list|dict)"):
+        predictive(net, torch.randn(4, 25))
