@@ -19,7 +19,7 @@ from lightning_symmetry.variational import (
     gaussian_kl,
 )
 from lightning_symmetry.variational import kl_divergence as network_kl
-from lightning_symmetry.variational.gaussian import Block, DiagonalSums, Gram, divergence
+from lightning_symmetry.variational.gaussian import Block, DiagonalSums, Gram, SquaredNorm, divergence
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
 PLAIN = {
@@ -224,6 +224,7 @@ def test_derivatives_of_the_parts(rows):
     trainable = torch.rand(rows, 7, generator=generator) > 0.4
     for function in (
         Gram.apply,
+        SquaredNorm.apply,
         lambda a: DiagonalSums.apply(a, None),
         lambda a: DiagonalSums.apply(a, trainable),
     ):
@@ -238,3 +239,21 @@ def test_errors():
         gaussian_kl(torch.zeros(3), 0.0)
     with pytest.raises(ValueError, match="`prior_variance` to be positive"):
         gaussian_kl(torch.zeros(3), 1.0, prior_variance=-1.0)
+
+
+@pytest.mark.parametrize("angle", [1.0, 0.3, 1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize("columns", [50_000, 262_144])
+def test_products_of_many_columns(columns, angle):
+    """Divergences of rows at any angle, by whichever product, are those of float64."""
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(1, columns, generator=generator)
+    factors = 0.1 * (direction + angle * torch.randn(4, columns, generator=generator))
+    mean = torch.randn(columns, generator=generator)
+    value = gaussian_kl(mean, math.exp(-12), factors, 0.05)
+    expected = gaussian_kl(mean.double(), math.exp(-12), factors.double(), 0.05)
+    torch.testing.assert_close(value, expected, rtol=1e-8, atol=0)
+    unrelated = torch.randn(4, columns, generator=generator)
+    wide = unrelated.double()
+    torch.testing.assert_close(Gram.apply(unrelated), wide @ wide.T, rtol=0, atol=1e-8 * columns)
+    both = torch.stack([unrelated, factors])
+    torch.testing.assert_close(torch.func.vmap(Gram.apply)(both), both.double() @ both.double().mT, rtol=1e-12, atol=0)
