@@ -21,8 +21,8 @@ from lightning_symmetry.callbacks.fisher_coordinates import Coordinates, Looking
 from lightning_symmetry.callbacks.fisher_figures import history_figure, matrix_figure
 from lightning_symmetry.callbacks.fisher_meter import Meter, first_samples
 from lightning_symmetry.callbacks.loggers import experiments_with
-from lightning_symmetry.callbacks.refusals import check_whole_parameters
 from lightning_symmetry.landscape.steps import Step
+from lightning_symmetry.modules.whole_parameters import check_whole_parameters
 from lightning_symmetry.whitening.likelihoods import LikelihoodName
 
 if TYPE_CHECKING:

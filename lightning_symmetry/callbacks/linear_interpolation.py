@@ -26,11 +26,11 @@ from lightning_symmetry.callbacks.evaluation import (
     split_loader,
 )
 from lightning_symmetry.callbacks.loggers import experiments_with
-from lightning_symmetry.callbacks.refusals import check_whole_parameters
 from lightning_symmetry.landscape import PathResult, Segment, parameter_distance
 from lightning_symmetry.landscape.path import BatchNorm, path_values
 from lightning_symmetry.landscape.result import as_positions
 from lightning_symmetry.modules import SupervisedModule
+from lightning_symmetry.modules.whole_parameters import check_whole_parameters
 from lightning_symmetry.permutation import Alignment
 from lightning_symmetry.surgery import CONSTANT_BUFFERS, plain_copy
 

@@ -27,7 +27,7 @@ from lightning_symmetry.callbacks.prong_layers import WhitenedFor
 from lightning_symmetry.callbacks.prong_measures import relative_deviation
 from lightning_symmetry.callbacks.prong_plus import UnitScaling, plus_spread, without_scaling
 from lightning_symmetry.callbacks.prong_samples import LastSamples, gather_on_first, observe, outputs_of
-from lightning_symmetry.callbacks.refusals import check_whole_parameters
+from lightning_symmetry.modules.whole_parameters import check_whole_parameters
 from lightning_symmetry.surgery import ConversionReport
 from lightning_symmetry.surgery.momentum import MomentumTransport
 from lightning_symmetry.whitening.coefficients import Mode

@@ -14,8 +14,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_symmetry.callbacks.prong import PRONG
-from lightning_symmetry.callbacks.refusals import AVERAGING, check_whole_parameters
+from lightning_symmetry.callbacks.refusals import AVERAGING
 from lightning_symmetry.low_rank.plan import make_plan
+from lightning_symmetry.modules.whole_parameters import check_whole_parameters
 from lightning_symmetry.surgery.handover import Moments
 from lightning_symmetry.surgery.optimizer_states import state_without_rule
 

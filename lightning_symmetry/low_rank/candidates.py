@@ -18,8 +18,10 @@ from lightning_symmetry.surgery import (
     HasConstants,
     ReparametrizedLayer,
     has_hooks,
+    is_graph_linear,
     module_names,
     why_not_convertible,
+    why_not_decomposable,
 )
 
 LAYERS: dict[type[nn.Module], type[LowRankLayer]] = {
@@ -73,7 +75,7 @@ def why_left_alone(net: nn.Module, layers: Mapping[str, nn.Module], ties: Mappin
     """
     reasons = why_not_convertible(net, layers, LAYERS, _is_known, may_be_tied=ties)
     for name, module in layers.items():
-        if _is_graph_linear(type(module)):
+        if is_graph_linear(type(module)):
             reasons[name] = "it is torch-geometric's Linear"
         elif name not in reasons and (reason := _own_reason(module)):
             reasons[name] = reason
@@ -116,12 +118,7 @@ def _view(module: nn.Module | None) -> object:
 
 
 def _is_map(module: nn.Module) -> bool:
-    return isinstance(module, (*LAYERS, *OTHER_MAPS, ReparametrizedLayer)) or _is_graph_linear(type(module))
-
-
-def _is_graph_linear(kind: type) -> bool:
-    """Whether it is torch-geometric's ``Linear``, which takes seconds to import."""
-    return (kind.__module__, kind.__qualname__) == ("torch_geometric.nn.dense.linear", "Linear")
+    return isinstance(module, (*LAYERS, *OTHER_MAPS, ReparametrizedLayer)) or is_graph_linear(type(module))
 
 
 def _is_whitened(module: nn.Module) -> bool:
@@ -151,13 +148,4 @@ def _own_reason(module: nn.Module) -> str | None:
         if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
             return "its max_norm or scale_grad_by_freq acts on rows of the table, which factors do not have"
         weights = [layer.weight]
-    for weight in weights:
-        if not weight.is_floating_point():
-            return f"its weight is {weight.dtype}"
-        if weight.numel() == 0:
-            return "its weight is empty"
-        if weight.is_meta:
-            return "its weight is on the meta device"
-        if not bool(weight.isfinite().all()):
-            return "its weight is not finite"
-    return None
+    return next(filter(None, map(why_not_decomposable, weights)), None)

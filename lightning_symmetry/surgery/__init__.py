@@ -7,7 +7,14 @@ from lightning_symmetry.surgery.contract import (
     check_constants,
     constants_of,
 )
-from lightning_symmetry.surgery.convertible import OTHER_MAPS, has_hooks, why_not_convertible
+from lightning_symmetry.surgery.convertible import (
+    OTHER_MAPS,
+    has_hooks,
+    is_graph_linear,
+    is_plain_but_for_constants,
+    why_not_convertible,
+    why_not_decomposable,
+)
 from lightning_symmetry.surgery.replace import (
     match_patterns,
     module_names,
@@ -35,6 +42,8 @@ __all__ = [
     "evaluating",
     "example_of",
     "has_hooks",
+    "is_graph_linear",
+    "is_plain_but_for_constants",
     "match_patterns",
     "module_names",
     "plain_copy",
@@ -44,5 +53,6 @@ __all__ = [
     "uncompiled",
     "why_not_callable",
     "why_not_convertible",
+    "why_not_decomposable",
     "without_attention_fast_path",
 ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from lightning_symmetry.surgery.contract import ReparametrizedLayer
+from lightning_symmetry.surgery.contract import HasConstants, ReparametrizedLayer
 from lightning_symmetry.surgery.replace import tied_parameters, why_not_callable
 
 # Weights of other kinds, which reports name so that nobody takes them for converted.
@@ -30,6 +30,30 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks, which are lost where it is replaced."""
     return any(getattr(module, hooks) for hooks in _HOOKS)
+
+
+def is_plain_but_for_constants(layer: nn.Module) -> bool:
+    """Whether a layer's parameters are the canonical ones, of which some entries are constants."""
+    constants = isinstance(layer, HasConstants) and hasattr(layer, "trainable_entries")
+    return constants and isinstance(layer, ReparametrizedLayer) and layer.affine and "weight" in layer._parameters
+
+
+def is_graph_linear(kind: type) -> bool:
+    """Whether a class is torch-geometric's ``Linear``, which takes seconds to import."""
+    return (kind.__module__, kind.__qualname__) == ("torch_geometric.nn.dense.linear", "Linear")
+
+
+def why_not_decomposable(weight: Tensor) -> str | None:
+    """Return why a weight has no values to build other coordinates from, or None."""
+    if not weight.is_floating_point():
+        return f"its weight is {weight.dtype}"
+    if weight.numel() == 0:
+        return "its weight is empty"
+    if weight.is_meta:
+        return "its weight is on the meta device"
+    if not bool(weight.isfinite().all()):
+        return "its weight is not finite"
+    return None
 
 
 def why_not_convertible(

@@ -6,7 +6,15 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lightning_symmetry.surgery import OTHER_MAPS, HasConstants, ReparametrizedLayer, module_names, why_not_convertible
+from lightning_symmetry.surgery import (
+    OTHER_MAPS,
+    ReparametrizedLayer,
+    is_graph_linear,
+    is_plain_but_for_constants,
+    module_names,
+    why_not_convertible,
+    why_not_decomposable,
+)
 from lightning_symmetry.variational.conv import VariationalConv1d, VariationalConv2d
 from lightning_symmetry.variational.embedding import VariationalEmbedding
 from lightning_symmetry.variational.layer import VariationalLayer
@@ -48,7 +56,7 @@ def why_left_alone(net: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str,
     """
     reasons = why_not_convertible(net, layers, LAYERS, _is_known)
     for name, module in layers.items():
-        if _is_graph_linear(type(module)):
+        if is_graph_linear(type(module)):
             reasons[name] = "it is torch-geometric's Linear"
         elif name not in reasons and (reason := _own_reason(module)):
             reasons[name] = reason
@@ -70,26 +78,15 @@ def plain_kind(layer: nn.Module) -> type[nn.Module]:
 
 def loses_coordinates(layer: nn.Module) -> bool:
     """Whether a layer has other coordinates than a canonical weight with constants, which its posterior has not."""
-    return isinstance(layer, ReparametrizedLayer) and not _has_constants(layer)
-
-
-def _has_constants(layer: nn.Module) -> bool:
-    """Whether the parameters of a layer are the canonical ones but for constants."""
-    constants = isinstance(layer, HasConstants) and hasattr(layer, "trainable_entries")
-    return constants and isinstance(layer, ReparametrizedLayer) and layer.affine and "weight" in layer._parameters
+    return isinstance(layer, ReparametrizedLayer) and not is_plain_but_for_constants(layer)
 
 
 def _is_map(module: nn.Module) -> bool:
-    return isinstance(module, (*LAYERS, *OTHER_MAPS, ReparametrizedLayer)) or _is_graph_linear(type(module))
+    return isinstance(module, (*LAYERS, *OTHER_MAPS, ReparametrizedLayer)) or is_graph_linear(type(module))
 
 
 def _is_known(module: nn.Module) -> bool:
     return type(module) in LAYERS or isinstance(module, ReparametrizedLayer)
-
-
-def _is_graph_linear(kind: type) -> bool:
-    """Whether it is torch-geometric's ``Linear``, which takes seconds to import."""
-    return (kind.__module__, kind.__qualname__) == ("torch_geometric.nn.dense.linear", "Linear")
 
 
 def _own_reason(module: nn.Module) -> str | None:
@@ -97,17 +94,8 @@ def _own_reason(module: nn.Module) -> str | None:
     if hasattr(module, "whitening_state"):
         return "it is whitened: call unwhiten(net) first"
     if (kind := plain_kind(module)) not in LAYERS:
-        which = "torch-geometric's Linear" if _is_graph_linear(kind) else f"a {kind.__name__}"
+        which = "torch-geometric's Linear" if is_graph_linear(kind) else f"a {kind.__name__}"
         return f"{type(module).__name__} stands for {which}"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
         return "its max_norm, scale_grad_by_freq or sparse acts on rows of the table, which are drawn together"
-    weight = base_of(module).weight
-    if not weight.is_floating_point():
-        return f"its weight is {weight.dtype}"
-    if weight.numel() == 0:
-        return "its weight is empty"
-    if weight.is_meta:
-        return "its weight is on the meta device"
-    if not bool(weight.isfinite().all()):
-        return "its weight is not finite"
-    return None
+    return why_not_decomposable(base_of(module).weight)

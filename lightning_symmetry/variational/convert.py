@@ -25,6 +25,7 @@ from lightning_symmetry.variational.candidates import (
     why_left_alone,
 )
 from lightning_symmetry.variational.layer import VariationalLayer
+from lightning_symmetry.variational.posterior import put_back
 from lightning_symmetry.variational.settings import VARIANCE, Diagonal, Mode, Posterior, Prior
 
 NetT = TypeVar("NetT", bound=nn.Module)
@@ -129,12 +130,7 @@ def to_mean(net: NetT) -> NetT:
     Raises:
         ValueError: If the network is itself a variational layer, whose ``release()`` is what is wanted.
     """
-    layers = {module: names for module, names in module_names(net).items() if isinstance(module, VariationalLayer)}
-    for module, names in layers.items():
-        replace_modules(net, dict.fromkeys(names, module.release()))
-    if "variational_report" in net.__dict__:
-        del net.variational_report
-    return net
+    return put_back(net, VariationalLayer.release)
 
 
 def _detail(old: nn.Module, new: VariationalLayer, places: int) -> str:

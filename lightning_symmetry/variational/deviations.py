@@ -7,10 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_symmetry.variational.gaussian import at_least_single
+
 
 def squares_of(input: Tensor) -> Tensor:
     """Return the squares of an input, in float32 at least."""
-    return (input if input.dtype.itemsize >= 4 else input.float()).square()
+    return at_least_single(input).square()
 
 
 def map_squares(

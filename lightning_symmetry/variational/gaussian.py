@@ -44,7 +44,7 @@ class Gram(torch.autograd.Function):
         """Return the gradient of the rows; differentiable a second time."""
         (rows,) = ctx.saved_tensors
         with torch.autocast(rows.device.type, enabled=False):
-            kept = rows if rows.dtype.itemsize >= 4 else rows.float()
+            kept = at_least_single(rows)
             return ((grad + grad.mT).to(kept.dtype) @ kept).to(rows.dtype)
 
 
@@ -56,7 +56,7 @@ class SquaredNorm(torch.autograd.Function):
     @staticmethod
     def forward(tensor: Tensor) -> Tensor:
         """Return the sum."""
-        return torch.linalg.vector_norm(_at_least_single(tensor), dtype=wide_type(tensor.device)).square()
+        return torch.linalg.vector_norm(at_least_single(tensor), dtype=wide_type(tensor.device)).square()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -67,7 +67,7 @@ class SquaredNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Return the gradient; differentiable a second time."""
         (tensor,) = ctx.saved_tensors
-        return ((2 * grad).to(_at_least_single(tensor).dtype) * tensor).to(tensor.dtype)
+        return ((2 * grad).to(at_least_single(tensor).dtype) * tensor).to(tensor.dtype)
 
 
 def _narrow_gram(rows: Tensor) -> Tensor | None:
@@ -182,14 +182,15 @@ def _products(block: Block) -> tuple[Tensor, Tensor]:
     """Return ``tr V V^T / K`` and ``V diag(1/d) V^T / K`` of some entries."""
     rank = len(block.factors)
     if isinstance(block.log_variance, Tensor):
-        factors = _at_least_single(block.factors)
-        scaled = factors * torch.exp(-0.5 * _at_least_single(block.log_variance))
+        factors = at_least_single(block.factors)
+        scaled = factors * torch.exp(-0.5 * at_least_single(block.log_variance))
         return SquaredNorm.apply(factors) / rank, Gram.apply(scaled.flatten(1)) / rank
     gram = Gram.apply(block.factors.flatten(1)) / rank
     return gram.diagonal().sum(), gram * math.exp(-block.log_variance)
 
 
-def _at_least_single(tensor: Tensor) -> Tensor:
+def at_least_single(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 if its type is narrower."""
     return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
 
 
@@ -198,7 +199,7 @@ def _variances(block: Block) -> tuple[Tensor | float, Tensor | float]:
     values = block.log_variance
     if not isinstance(values, Tensor):
         return block.size * math.exp(values), block.size * values
-    values = _at_least_single(values)
+    values = at_least_single(values)
     if values.shape != block.mean.shape:
         values = values.expand(block.mean.shape)
     return DiagonalSums.apply(values, block.trainable)

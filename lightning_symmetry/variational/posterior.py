@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -101,9 +101,22 @@ def sample_network(net: NetT, generator: torch.Generator | None = None) -> NetT:
     net = copy.deepcopy(net)
     if isinstance(net, VariationalLayer):
         return net.collapse(generator)
+    return put_back(net, lambda layer: layer.collapse(generator))
+
+
+def put_back(net: NetT, layer_of: Callable[[VariationalLayer], nn.Module]) -> NetT:
+    """Put deterministic layers in the places of variational ones, in place, and drop the report of their conversion.
+
+    Args:
+        net: The network.
+        layer_of: Returns the layer for a variational one, once for all its places.
+
+    Raises:
+        ValueError: If the network is itself a variational layer.
+    """
     layers = {module: names for module, names in module_names(net).items() if isinstance(module, VariationalLayer)}
     for module, names in layers.items():
-        replace_modules(net, dict.fromkeys(names, module.collapse(generator)))
+        replace_modules(net, dict.fromkeys(names, layer_of(module)))
     if "variational_report" in net.__dict__:
         del net.variational_report
     return net

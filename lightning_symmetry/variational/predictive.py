@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from typing_extensions import Self
 
+from lightning_symmetry.variational.gaussian import at_least_single
 from lightning_symmetry.variational.layer import VariationalLayer
 
 Outputs = Literal["logits", "probabilities", "values"]
@@ -191,7 +192,7 @@ def _check(sample: Any) -> Tensor:
     if not isinstance(sample, Tensor) or not sample.is_floating_point():
         what = f"a tensor of {sample.dtype}" if isinstance(sample, Tensor) else f"a {type(sample).__name__}"
         raise TypeError(f"Expected the network to return a tensor of real numbers but got {what}.")
-    return sample if sample.dtype.itemsize >= 4 else sample.float()
+    return at_least_single(sample)
 
 
 def _check_count(count: int) -> None:

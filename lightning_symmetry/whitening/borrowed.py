@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_symmetry.surgery import HasConstants, ReparametrizedLayer
+from lightning_symmetry.surgery import HasConstants, ReparametrizedLayer, is_graph_linear, is_plain_but_for_constants
 from lightning_symmetry.surgery.convolution import convolve
 from lightning_symmetry.whitening.applied import Applied
 from lightning_symmetry.whitening.coefficients import Mode, Whitening
@@ -100,14 +100,8 @@ class BorrowedPlainLayer(BorrowedLayer, ReparametrizedLayer):
 def can_borrow(layer: nn.Module) -> bool:
     """Whether a layer is whitened by :class:`BorrowedLayer`: layers with constants, and torch-geometric's linear."""
     if isinstance(layer, ReparametrizedLayer) and not isinstance(layer, HasWhitening):
-        constants = isinstance(layer, HasConstants) and hasattr(layer, "trainable_entries")
-        return constants and layer.affine and "weight" in layer._parameters
-    return _is_graph_linear(type(layer))
-
-
-def _is_graph_linear(kind: type) -> bool:
-    """Whether it is torch-geometric's ``Linear``, which takes seconds to import."""
-    return (kind.__module__, kind.__qualname__) == ("torch_geometric.nn.dense.linear", "Linear")
+        return is_plain_but_for_constants(layer)
+    return is_graph_linear(type(layer))
 
 
 @cache

@@ -9,23 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from tiny_data import CLASSES, FEATURES, SIZES, loader, samples
+from tiny_data import trainer as trainer  # for those who import these modules
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_symmetry import MLP, PathResult, SupervisedModule, evaluate_path
-
-FEATURES, CLASSES = 5, 3
-SIZES = {"train": 26, "val": 14, "test": 11}
-
-
-def samples(split: str) -> TensorDataset:
-    generator = torch.Generator().manual_seed(len(split))
-    inputs = torch.randn(SIZES[split], FEATURES, generator=generator)
-    return TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
-
-
-def loader(split: str, shuffle: bool = False, batch_size: int = 8) -> DataLoader:
-    return DataLoader(samples(split), batch_size=batch_size, shuffle=shuffle)
 
 
 class TinyData(pl.LightningDataModule):
@@ -104,17 +93,6 @@ class Plain(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.3)
-
-
-def trainer(*callbacks: pl.Callback, max_epochs: int = 2, **kwargs: Any) -> pl.Trainer:
-    settings = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    return pl.Trainer(max_epochs=max_epochs, callbacks=list(callbacks), **{**settings, **kwargs})
 
 
 def by_hand(start: nn.Module, end: nn.Module, split: str, num_points: int = 5, **kwargs: Any) -> PathResult:

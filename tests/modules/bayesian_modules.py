@@ -9,33 +9,16 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from tiny_data import CLASSES, FEATURES, loader, trainer
+from tiny_data import SIZES as SIZES  # for those who import these modules
+from tiny_data import samples as samples
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_symmetry.modules import VariationalMixin, VariationalModule
 from lightning_symmetry.variational import kl_divergence
 
-FEATURES, CLASSES = 5, 3
-SIZES = {"train": 26, "val": 14, "test": 11}
-
 WIDE = {"rank": 2, "variance": 0.02, "scale": 2.0}
 """A posterior whose noise counts in a small network."""
-
-
-def samples(split: str) -> TensorDataset:
-    generator = torch.Generator().manual_seed(len(split))
-    inputs = torch.randn(SIZES[split], FEATURES, generator=generator)
-    return TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
-
-
-def loader(split: str, shuffle: bool = False, batch_size: int = 8) -> DataLoader:
-    return DataLoader(samples(split), batch_size=batch_size, shuffle=shuffle)
-
-
-def trainer(*callbacks: pl.Callback, max_epochs: int = 2, **kwargs: Any) -> pl.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **quiet, **kwargs}
-    return pl.Trainer(max_epochs=max_epochs, callbacks=list(callbacks), **settings)
 
 
 def mlp(seed: int = 0) -> nn.Sequential:
