@@ -19,13 +19,14 @@ resource = pytest.importorskip("resource", reason="limits and signals of POSIX")
 CHUNK, TOTAL = 4, 40
 
 
-def go_on(path, total=TOTAL):
+def go_on(path, total=TOTAL, after_a_chunk=lambda: None):
     """Write what is missing of a zoo, in chunks."""
     with ZooWriter(path, wide()) as writer:
         todo = [i for i in range(total) if i not in writer.indices]
         for start in range(0, len(todo), CHUNK):
             part = todo[start : start + CHUNK]
             writer.append(torch.stack([row(i) for i in part]), [record(i) for i in part])
+            after_a_chunk()
 
 
 def wide():
@@ -44,31 +45,43 @@ def expected_prefix(zoo):
         assert torch.equal(zoo.read([i])[0], row(i)) and zoo.records[i]["lr"] == record(i)["lr"]
 
 
+def killed_after(path, seconds, from_the_start):
+    """Kill this process so long after its start, or its first chunk; when it has written all, it waits for that."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process at once and unseen by it, as SIGKILL does
+    delays = [seconds]
+
+    def begin():
+        if delays:
+            signal.setitimer(signal.ITIMER_REAL, delays.pop())
+
+    if from_the_start:
+        begin()
+    go_on(path, after_a_chunk=begin)
+    begin()
+    signal.pause()
+
+
 def test_killed_at_any_point(tmp_path):
-    go_on(tmp_path / "whole")
+    times = []
+    go_on(tmp_path / "whole", after_a_chunk=lambda: times.append(time.process_time()))
     whole, counts = Zoo.open(tmp_path / "whole").checksum(progress=False), []
     for attempt in range(3):
-        path, draw = tmp_path / str(attempt), np.random.default_rng(attempt)
-        for _ in range(4):
-            process = start_forked(go_on, path)
-            deadline = time.monotonic() + 60
-            before = len(Zoo.open(path)) if (path / "header.json").exists() else -1
-            while process.is_alive() and time.monotonic() < deadline:
-                if (path / "header.json").exists() and len(Zoo.open(path)) != before:
-                    break
-                time.sleep(1e-4)
-            time.sleep(draw.uniform(0, 4e-3))
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
+        path, draw, before = tmp_path / str(attempt), np.random.default_rng(attempt), 0
+        for kill in range(4):
+            seconds = draw.uniform(1e-6, (times[-1] - times[0]) / 2)
+            process = start_forked(killed_after, path, seconds, kill % 2 == 1)
+            process.join(60)
+            assert process.exitcode == -signal.SIGALRM
             zoo = Zoo.open(path)
             expected_prefix(zoo)
-            assert len(zoo) >= before
-            counts.append(len(zoo))
+            assert len(zoo) >= max(before, CHUNK)
+            before = len(zoo)
+            counts.append(before)
         go_on(path)
         assert Zoo.open(path).checksum(progress=False) == whole
         assert (path / "weights.bin").read_bytes() == (tmp_path / "whole" / "weights.bin").read_bytes()
         assert (path / "manifest.jsonl").read_bytes() == (tmp_path / "whole" / "manifest.jsonl").read_bytes()
-    assert any(0 < count < TOTAL for count in counts)
+    assert any(count < TOTAL for count in counts)
 
 
 def killed_at_line(path, number):
