@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from jsonargparse import auto_cli
+from recipe_scripts import refusal, run_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.functional import cross_entropy
 
@@ -134,12 +133,10 @@ def test_configuration_builds_networks():
 
 @pytest.mark.slow
 def test_as_a_script(tmp_path):
-    command = [sys.executable, str(RECIPES / "asymmetry_sweep.py"), "--n_fix=[0,4]", "--kappa=[2.0]", "--seeds=1"]
-    command += ["--epochs=1", "--batch_size=512", "--workers=2", f"--out_dir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=os.environ.copy())
+    arguments = ["--n_fix=[0,4]", "--kappa=[2.0]", "--seeds=1", "--epochs=1", "--batch_size=512", "--workers=2"]
+    done = run_recipe("asymmetry_sweep", *arguments, f"--out_dir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "| kappa | standard" in done.stdout
     assert "2/2" in done.stderr
-    refused = subprocess.run([*command, "--n_fix=[17]"], capture_output=True, text=True, check=False, timeout=300)
-    assert refused.returncode == 1
-    assert refused.stderr.strip().splitlines()[-1].startswith("asymmetry_sweep.py: There is no network with n_fix 17")
+    refused = refusal("asymmetry_sweep", *arguments, "--n_fix=[17]", f"--out_dir={tmp_path}")
+    assert refused.startswith("asymmetry_sweep.py: There is no network with n_fix 17")

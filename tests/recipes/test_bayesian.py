@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from jsonargparse import auto_cli
+from recipe_scripts import refusal, run_recipe
 from sklearn.metrics import roc_auc_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -286,13 +285,11 @@ def test_refuses(values, message, tmp_path):
 
 @pytest.mark.slow
 def test_as_a_script(tmp_path):
-    command = [sys.executable, str(RECIPES / "bayesian.py"), "--networks=[mlp8]", "--methods=[variational]"]
-    command += ["--kinds=[standard]", "--seeds=1", "--epochs=1", "--mlp_width=16", "--batch_size=720"]
-    command += ["--workers=1", f"--out_dir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=os.environ.copy())
+    arguments = ["--networks=[mlp8]", "--methods=[variational]", "--kinds=[standard]", "--seeds=1", "--epochs=1"]
+    arguments += ["--mlp_width=16", "--batch_size=720", "--workers=1", f"--out_dir={tmp_path}"]
+    done = run_recipe("bayesian", *arguments)
     assert done.returncode == 0, done.stderr
     assert "| MLP-8   | Standard | variational |" in done.stdout
     assert "1/1" in done.stderr
-    refused = subprocess.run([*command, "--rank=-1"], capture_output=True, text=True, check=False, timeout=300)
-    assert refused.returncode == 1
-    assert refused.stderr.strip().splitlines()[-1].startswith("bayesian.py: There is no standard mlp8, variational")
+    refused = refusal("bayesian", *arguments, "--rank=-1")
+    assert refused.startswith("bayesian.py: There is no standard mlp8, variational")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from jsonargparse import auto_cli
+from recipe_scripts import run_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -22,8 +22,7 @@ import fisher_conditioning as recipe  # noqa: E402 (found through the line above
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("fisher")
     small = ["--seeds=2", "--steps=24", "--num_points=2", "--every_n_steps=8", "--workers=0"]
-    command = [sys.executable, RECIPES / "fisher_conditioning.py", *small, f"--out_dir={out}"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    ran = run_recipe("fisher_conditioning", *small, f"--out_dir={out}")
     assert ran.returncode == 0, ran.stderr
     return out, ran.stdout
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from jsonargparse import auto_cli
+from recipe_scripts import run_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_symmetry import asymmetrize
@@ -24,8 +24,7 @@ import linear_mode_connectivity as recipe  # noqa: E402 (found through the line 
 def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """One pair of standard and of W-asymmetric networks on the digits, as a user would run it."""
     out = tmp_path_factory.mktemp("recipe")
-    command = [sys.executable, RECIPES / "linear_mode_connectivity.py", "--pairs=1", "--kinds=[standard,w]"]
-    done = subprocess.run([*command, f"--out_dir={out}"], capture_output=True, text=True, check=False)
+    done = run_recipe("linear_mode_connectivity", "--pairs=1", "--kinds=[standard,w]", f"--out_dir={out}")
     assert done.returncode == 0, done.stderr
     return SimpleNamespace(out=out, printed=done.stdout, progress=done.stderr)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from jsonargparse import auto_cli
+from recipe_scripts import refusal, run_recipe
 from torch import nn
 
 from lightning_symmetry import SupervisedModule, factorize
@@ -244,10 +243,8 @@ def test_as_a_script(name, tmp_path):
         "low_rank_vision": ["--epochs=1", "--batch_size=512"],
         "low_rank_language": ["--steps=6", "--warmup=1", "--widths=[16]", "--ranks=[0.25]", "--max_tokens=20000"],
     }
-    command = [sys.executable, str(RECIPES / f"{name}.py"), *shared, *own[name], f"--out_dir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=os.environ.copy())
+    arguments = [*shared, *own[name], f"--out_dir={tmp_path}"]
+    done = run_recipe(name, *arguments)
     assert done.returncode == 0, done.stderr
     assert "| spectral" in done.stdout
-    refused = subprocess.run([*command, "--seeds=0"], capture_output=True, text=True, check=False, timeout=300)
-    assert refused.returncode == 1
-    assert refused.stderr.strip().splitlines()[-1].startswith(f"{name}.py: There is nothing to train")
+    assert refusal(name, *arguments, "--seeds=0").startswith(f"{name}.py: There is nothing to train")

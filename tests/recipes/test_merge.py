@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from recipe_scripts import refusal, run_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional as F
 
@@ -104,12 +103,6 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     sys.path.remove(str(folder))
 
 
-def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the recipe as a user does."""
-    command = [sys.executable, RECIPES / "merge.py", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-
-
 def table_of(printed: str) -> dict[str, list[str]]:
     """Return the rows of all printed tables."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if "| " in line]
@@ -130,7 +123,8 @@ test_loss_of.__test__ = False
 
 @pytest.fixture(scope="module")
 def lightning_run(own: SimpleNamespace) -> SimpleNamespace:
-    done = run_script(own.folder, "--net=own_networks:mlp", "--net_args={width: 96}", "--a=a.ckpt", "--b=b.ckpt")
+    arguments = ["--net=own_networks:mlp", "--net_args={width: 96}", "--a=a.ckpt", "--b=b.ckpt"]
+    done = run_recipe("merge", *arguments, cwd=own.folder)
     assert done.returncode == 0, done.stderr
     return SimpleNamespace(printed=done.stdout, table=table_of(done.stdout), out=own.folder / "runs" / "merge")
 
@@ -290,14 +284,13 @@ def test_prefix_chooses_one_of_two_networks_and_objects_are_read_if_trusted(own:
 
 def test_script_shows_errors_without_traceback(own: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(own.folder)
-    monkeypatch.setattr(sys, "argv", ["merge.py", "--net=own_networks:vgg", "--a=a.ckpt", "--b=b.ckpt"])
-    with pytest.raises(SystemExit, match=r"^merge.py: own_networks has no callable 'vgg'"):
-        runpy.run_path(str(RECIPES / "merge.py"), run_name="__main__")
+    refused = refusal("merge", "--net=own_networks:vgg", "--a=a.ckpt", "--b=b.ckpt")
+    assert refused.startswith("merge.py: own_networks has no callable 'vgg'")
 
 
 @pytest.mark.slow
 def test_demonstration_merges_mlps_and_batch_norm_networks(tmp_path: Path) -> None:
-    done = run_script(tmp_path)
+    done = run_recipe("merge", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "100/100" in done.stderr  # 2 networks of 40 epochs and 2 of 10
     for name, step in (("mlp", "REPAIR"), ("resnet", "recomputed batch norm")):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jsonargparse import auto_cli
+from recipe_scripts import refusal, run_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.functional import cross_entropy
 
@@ -196,12 +195,10 @@ def test_configurations_are_the_papers(config, module):
 
 @pytest.mark.slow
 def test_as_a_script(tmp_path):
-    command = [sys.executable, str(RECIPES / "monotonic_interpolation.py"), "--kinds=[w]", "--networks=2"]
-    command += ["--epochs=[1,1]", "--batch_size=512", "--num_points=3", "--workers=2", f"--out_dir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=os.environ.copy())
+    arguments = ["--kinds=[w]", "--networks=2", "--epochs=[1,1]", "--batch_size=512"]
+    arguments += ["--num_points=3", "--workers=2", f"--out_dir={tmp_path}"]
+    done = run_recipe("monotonic_interpolation", *arguments)
     assert done.returncode == 0, done.stderr
     assert "| W-Asym  | 2      | 0 " in done.stdout
     assert "2/2" in done.stderr
-    refused = subprocess.run([*command, "--shard=2/2"], capture_output=True, text=True, check=False, timeout=300)
-    assert refused.returncode == 1
-    assert refused.stderr.strip().splitlines()[-1].startswith("monotonic_interpolation.py: ")
+    assert refusal("monotonic_interpolation", *arguments, "--shard=2/2").startswith("monotonic_interpolation.py: ")

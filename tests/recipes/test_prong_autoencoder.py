@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 from jsonargparse import auto_cli
+from recipe_scripts import run_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))  # recipes are scripts and import each other by name
@@ -19,8 +19,7 @@ import prong_autoencoder as recipe  # noqa: E402 (found through the line above)
 def test_prong_is_ahead_of_momentum_on_the_digits(tmp_path: Path) -> None:
     small = ["--methods=[momentum,prong]", "--learning_rates=[0.1]", "--steps=400", "--num_points=4", "--workers=0"]
     small += ["--hidden=[48,24]", "--eps_values=[0.1,0.01]", "--intervals=[400]", "--seeds=2"]
-    command = [sys.executable, RECIPES / "prong_autoencoder.py", *small, f"--out_dir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_recipe("prong_autoencoder", *small, f"--out_dir={tmp_path}")
     assert done.returncode == 0, done.stderr
     content = json.loads((tmp_path / "results.json").read_text())
     results = {r["method"]: r for r in content["results"]}

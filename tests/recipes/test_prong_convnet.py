@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 from jsonargparse import auto_cli
 from PIL import Image
+from recipe_scripts import run_recipe
 from torch import nn
 
 from lightning_symmetry import collect_statistics, reparametrize, whiten
@@ -25,16 +24,10 @@ import prong_convnet as recipe  # noqa: E402 (found through the line above)
 from prong_convnet_networks import inception  # noqa: E402
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(RECIPES / "prong_convnet.py"), *arguments]
-    variables = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=300)
-
-
 def test_runs_on_the_digits_and_keeps_finished_trainings(tmp_path: Path) -> None:
     small = ["--learning_rates=[0.01]", "--adaptive_rates=[0.001]", "--steps=60", "--val_every=20", "--workers=0"]
     small += ["--width=4", "--every_n_steps=20", f"--out_dir={tmp_path}"]
-    done = run(*small)
+    done = run_recipe("prong_convnet", *small)
     assert done.returncode == 0, done.stderr
     results = {r["method"]: r for r in json.loads((tmp_path / "results.json").read_text())["results"]}
     assert list(results) == list(recipe.LABELS)
@@ -129,7 +122,8 @@ def test_the_setting_of_imagenet_runs_on_two_devices(tmp_path: Path) -> None:
     config = ["--config", str(RECIPES / "configs" / "imagenet_prong.yaml"), "--devices=2", "--methods=[prong_plus]"]
     small = ["--image_size=64", "--crop=48", "--val_fraction=0.25", "--num_workers=0", "--batch_size=12", "--eps=0.1"]
     small += ["--steps=6", "--val_every=3", "--every_n_steps=3", "--num_samples=24", "--learning_rates=[0.001]"]
-    done = run(
+    done = run_recipe(
+        "prong_convnet",
         *config,
         *small,
         f"--data_dir={tiny_images(tmp_path / 'data')}",
