@@ -8,11 +8,11 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from lightning_symmetry.asymmetry.layer import AsymmetricLayer, Layout
+from lightning_symmetry.asymmetry.layer import Layout
 from lightning_symmetry.asymmetry.presets import PRESETS
 from lightning_symmetry.asymmetry.sigma import sigma_replacements
 from lightning_symmetry.asymmetry.w import w_replacements
-from lightning_symmetry.surgery import ConversionReport, replace_modules
+from lightning_symmetry.surgery import ConversionReport, HasConstants, replace_modules
 
 NetT = TypeVar("NetT", bound=nn.Module)
 Overrides = Mapping[str, Mapping[str, Any]]
@@ -116,7 +116,7 @@ def fixed_fraction(net: nn.Module) -> float:
     Args:
         net: The network. FiGLU has no fixed entries: its constants are no parameters.
     """
-    fixed = sum(m.fixed.numel() for m in net.modules() if isinstance(m, AsymmetricLayer))
+    fixed = sum(m.num_fixed_parameters for m in net.modules() if isinstance(m, HasConstants))
     return fixed / max(1, sum(p.numel() for p in net.parameters()))
 
 
@@ -124,8 +124,8 @@ def num_trainable(net: nn.Module) -> int:
     """Return the number of trainable entries: those of parameters that require gradients, less the fixed ones.
 
     Args:
-        net: The network. Parameters that are shared count once.
+        net: The network. Parameters that are shared count once; those of a posterior count as others do.
     """
     total = sum(p.numel() for p in net.parameters() if p.requires_grad)
-    layers = {m for m in net.modules() if isinstance(m, AsymmetricLayer) and m.weight.requires_grad}
-    return total - sum(layer.fixed.numel() for layer in layers)
+    layers = [m for m in net.modules() if isinstance(m, HasConstants) and m.num_fixed and m.weight.requires_grad]
+    return total - sum(layer.num_fixed_parameters for layer in layers)

@@ -49,7 +49,12 @@ class HasConstants(ABC):
     @property
     @abstractmethod
     def num_fixed(self) -> int:
-        """Number of entries of the parameters that are constants."""
+        """Number of entries of the weight, or of its mean, that are constants."""
+
+    @property
+    def num_fixed_parameters(self) -> int:
+        """Number of entries of all its parameters that are constants; there are more where a weight has a posterior."""
+        return self.num_fixed
 
 
 def constants_of(net: nn.Module) -> dict[str, Tensor]:

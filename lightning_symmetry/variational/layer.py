@@ -149,6 +149,11 @@ class VariationalLayer(ReparametrizedLayer, HasConstants):
         """Number of entries of the weight that are constants; the padding of an embedding is none."""
         return 0 if self._constants is None else self.weight.numel() - self._size
 
+    @property
+    def num_fixed_parameters(self) -> int:
+        """The same for mean, factors and a learned diagonal together."""
+        return self.num_fixed * (1 + self.posterior.rank + (self.weight_log_variance is not None))
+
     def forward(self, input: Tensor) -> Tensor:
         """Sample the output of the layer; shapes are the plain layer's."""
         if self.mode == "weight":

@@ -23,7 +23,9 @@ from lightning_symmetry import (
     asymmetrize,
     evaluate_path,
     factorize,
+    fixed_fraction,
     interpolate,
+    num_trainable,
     parameter_distance,
     symmetries,
     trace_permutations,
@@ -75,6 +77,17 @@ def test_other_conversions_leave_variational_layers_alone(verb):
         convert(net)
     assert list(getattr(net, report).left_alone) == ["linears.1", "linears.2"]
     assert list(variational_layers(net)) == ["linears.1", "linears.2"]
+
+
+@pytest.mark.parametrize("settings", [{"rank": 0}, {"rank": 3}, {"rank": 2, "diagonal": "learned"}], ids=str)
+def test_fixed_entries_are_counted_in_mean_and_covariance(settings):
+    net = to_variational(asymmetric(), **settings)
+    sizes = [p.numel() for p in net.parameters()]
+    net(inputs()).square().sum().backward()
+    kl_divergence(net).backward()
+    used = sum(int(p.grad.count_nonzero()) for p in net.parameters())  # fixed entries have no gradient
+    assert num_trainable(net) == used < sum(sizes)
+    assert fixed_fraction(net) == pytest.approx(1 - used / sum(sizes))
 
 
 def test_constants_are_known():
