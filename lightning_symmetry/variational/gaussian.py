@@ -14,60 +14,73 @@ _NARROW = 64  # columns whose products are summed in float32
 
 
 class Gram(torch.autograd.Function):
-    r"""``rows @ rows.T`` in float64, whatever the type of the rows, of shape ``(K, P)`` with P large.
+    r"""The sum of ``rows @ rows.T`` in float64 over tensors of K rows each, whatever their type, with long rows.
 
     Rows that have become almost parallel have a Gram matrix whose determinant is lost in float32. Widening a block of
     columns at a time costs little memory; the gradient, ``(dG + dG^T) rows``, is one product in the type of the rows.
     On the CPU, where products in float64 are slow, those of float32 serve, summed in float64, if they show that rows
     are far from parallel: their relative error is then 1e-8 at most, that of the logarithm of the determinant as well.
+
+    The gradient is no view of another tensor, so that autograd adds what comes later, the gradient of the likelihood,
+    to it in place.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(rows: Tensor) -> Tensor:
+    def forward(*tensors: Tensor) -> Tensor:
         """Return the matrix, of shape ``(K, K)``."""
-        wide = wide_type(rows.device)
-        with torch.autocast(rows.device.type, enabled=False):
-            if (narrow := _narrow_gram(rows)) is not None:
-                return narrow
-            blocks = (block.to(wide) for block in rows.split(max(_ENTRIES // len(rows), 1), dim=-1))
-            return torch.stack([block @ block.mT for block in blocks]).sum(0)
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return torch.stack([_gram(rows.flatten(1)) for rows in tensors]).sum(0)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         """Keep the rows."""
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Return the gradient of the rows; differentiable a second time."""
-        (rows,) = ctx.saved_tensors
-        with torch.autocast(rows.device.type, enabled=False):
-            kept = at_least_single(rows)
-            return ((grad + grad.mT).to(kept.dtype) @ kept).to(rows.dtype)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of the rows; differentiable a second time."""
+        grad = grad + grad.mT
+        with torch.autocast(grad.device.type, enabled=False):
+            return tuple(_mapped(grad, rows) for rows in ctx.saved_tensors)
 
 
 class SquaredNorm(torch.autograd.Function):
-    """The sum of squares of all entries in float64: close to the prior nearly all of it cancels in the divergence."""
+    """The sum of squares of some tensors in float64: close to the prior nearly all of it cancels in the divergence."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(tensor: Tensor) -> Tensor:
+    def forward(*tensors: Tensor) -> Tensor:
         """Return the sum."""
-        return torch.linalg.vector_norm(at_least_single(tensor), dtype=wide_type(tensor.device)).square()
+        wide = wide_type(tensors[0].device)
+        blocks = [block for tensor in tensors for block in at_least_single(tensor).flatten().split(_ENTRIES)]
+        return torch.stack([torch.linalg.vector_norm(block, dtype=wide) for block in blocks]).square().sum()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        """Keep the tensor."""
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Keep the tensors."""
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Return the gradient; differentiable a second time."""
-        (tensor,) = ctx.saved_tensors
-        return ((2 * grad).to(at_least_single(tensor).dtype) * tensor).to(tensor.dtype)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients; differentiable a second time."""
+        return tuple(((2 * grad).to(at_least_single(x).dtype) * x).to(x.dtype) for x in ctx.saved_tensors)
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """Return ``rows @ rows.T`` in float64."""
+    if (narrow := _narrow_gram(rows)) is not None:
+        return narrow
+    blocks = (block.to(wide_type(rows.device)) for block in rows.split(max(_ENTRIES // len(rows), 1), dim=-1))
+    return torch.stack([block @ block.mT for block in blocks]).sum(0)
+
+
+def _mapped(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Return ``matrix @ rows`` in the shape and type of the rows."""
+    kept = at_least_single(rows.flatten(1))
+    return torch.ops.aten._unsafe_view(matrix.to(kept.dtype) @ kept, rows.shape).to(rows.dtype)
 
 
 def _narrow_gram(rows: Tensor) -> Tensor | None:
@@ -126,7 +139,8 @@ class Block(NamedTuple):
     Attributes:
         mean: Means, zero where an entry is fixed.
         log_variance: ``ln d``, a number for all entries or a tensor that broadcasts to the mean's shape.
-        factors: V, of shape ``(K, *mean.shape)``, zero where an entry is fixed; None if K is 0.
+        factors: V, of shape ``(K, *mean.shape)``, zero where an entry is fixed; None if K is 0. Where ``ln d`` is a
+            number any shape of as many entries does.
         trainable: Booleans that broadcast to the mean's shape, false where an entry is fixed; None: all are trainable.
         size: Number of entries that are not fixed.
     """
@@ -165,28 +179,31 @@ def second_moment(blocks: Sequence[Block]) -> Tensor:
 
 def _moments(blocks: Sequence[Block]) -> tuple[Tensor, Tensor | float]:
     """Return the expected squared norm and the logarithm of the covariance's determinant."""
-    second, log_determinant, inner = 0.0, 0.0, 0.0
+    second, log_determinant = SquaredNorm.apply(*(block.mean for block in blocks)), 0.0
     for block in blocks:
         total, logarithms = _variances(block)
-        second, log_determinant = second + total + SquaredNorm.apply(block.mean), log_determinant + logarithms
-        if block.factors is not None:
-            spread, within = _products(block)
-            second, inner = second + spread, inner + within
-    if isinstance(inner, Tensor):
+        second, log_determinant = second + total, log_determinant + logarithms
+    if spread := [block for block in blocks if block.factors is not None]:
+        trace, inner = _products(spread)
         eye = torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
-        log_determinant = log_determinant + torch.linalg.slogdet(eye + inner).logabsdet
+        second, log_determinant = second + trace, log_determinant + torch.linalg.slogdet(eye + inner).logabsdet
     return second, log_determinant
 
 
-def _products(block: Block) -> tuple[Tensor, Tensor]:
-    """Return ``tr V V^T / K`` and ``V diag(1/d) V^T / K`` of some entries."""
-    rank = len(block.factors)
-    if isinstance(block.log_variance, Tensor):
-        factors = at_least_single(block.factors)
-        scaled = factors * torch.exp(-0.5 * at_least_single(block.log_variance))
-        return SquaredNorm.apply(factors) / rank, Gram.apply(scaled.flatten(1)) / rank
-    gram = Gram.apply(block.factors.flatten(1)) / rank
-    return gram.diagonal().sum(), gram * math.exp(-block.log_variance)
+def _products(blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
+    """Return ``tr V V^T / K`` and ``V diag(1/d) V^T / K`` of all entries."""
+    rank, trace, inner = len(blocks[0].factors), 0.0, 0.0
+    learned = [block for block in blocks if isinstance(block.log_variance, Tensor)]
+    constant = [block for block in blocks if not isinstance(block.log_variance, Tensor)]
+    for value in sorted({block.log_variance for block in constant}):
+        gram = Gram.apply(*(block.factors for block in constant if block.log_variance == value)) / rank
+        trace, inner = trace + gram.diagonal().sum(), inner + gram * math.exp(-value)
+    if learned:
+        factors = [at_least_single(block.factors) for block in learned]
+        scales = [torch.exp(-0.5 * at_least_single(block.log_variance)) for block in learned]
+        trace = trace + SquaredNorm.apply(*factors) / rank
+        inner = inner + Gram.apply(*(v * scale for v, scale in zip(factors, scales, strict=True))) / rank
+    return trace, inner
 
 
 def at_least_single(tensor: Tensor) -> Tensor:

@@ -226,7 +226,9 @@ class VariationalLayer(ReparametrizedLayer, HasConstants):
     def blocks(self) -> list[Block]:
         """Return the entries of weight and bias for the divergence."""
         constant = math.log(self.posterior.variance)
-        factors = None if self.weight_factors is None else self._factors()[0]
+        factors = self.weight_factors
+        if factors is not None and (self._trainable is not None or self.weight_log_variance is not None):
+            factors = self._factors()[0]
         weight = self._masked(self.weight)
         log_variance = constant if self.weight_log_variance is None else self.weight_log_variance
         found = [Block(weight, log_variance, factors, self._trainable, self._size)]

@@ -224,12 +224,36 @@ def test_derivatives_of_the_parts(rows):
     trainable = torch.rand(rows, 7, generator=generator) > 0.4
     for function in (
         Gram.apply,
+        lambda a: Gram.apply(a, 3 * a.unsqueeze(1)[..., :2]),
         SquaredNorm.apply,
+        lambda a: SquaredNorm.apply(a[..., :3], a),
         lambda a: DiagonalSums.apply(a, None),
         lambda a: DiagonalSums.apply(a, trainable),
     ):
         assert torch.autograd.gradcheck(function, values)
         assert torch.autograd.gradgradcheck(function, values)
+
+
+def test_gradients_are_no_views():
+    """Autograd adds to them in place: a sum of two views would be a third tensor of their size."""
+    shapes = [(2, 3, 5), (2, 3)]
+    tensors = [torch.ones(shape, requires_grad=True) for shape in shapes]
+    for function in (Gram.apply, SquaredNorm.apply):
+        grads = torch.autograd.grad(function(*tensors).sum(), tensors)
+        assert [tuple(grad.shape) for grad in grads] == shapes
+        assert not any(grad._is_view() for grad in grads)
+
+
+def test_constant_and_learned_diagonals_together():
+    """Entries of one Gaussian in five blocks of three kinds are those of one block."""
+    torch.manual_seed(0)
+    mean, factors = torch.randn(10, dtype=torch.float64), torch.randn(3, 10, dtype=torch.float64)
+    logarithms = torch.tensor([0.5, 0.5, -1.0, -1.0, 0.3, -0.2, 0.7, 0.1, 0.5, 0.5], dtype=torch.float64)
+    values = [(slice(0, 2), 0.5), (slice(2, 4), -1.0), (slice(4, 6), None), (slice(6, 8), None), (slice(8, 10), 0.5)]
+    blocks = [Block(mean[s], logarithms[s] if c is None else c, factors[:, s], None, 2) for s, c in values]
+    q = LowRankMultivariateNormal(mean, factors.T / 3**0.5, logarithms.exp())
+    p = MultivariateNormal(torch.zeros(10, dtype=torch.float64), 0.7 * torch.eye(10, dtype=torch.float64))
+    torch.testing.assert_close(divergence(blocks, 0.7), kl_divergence(q, p), rtol=1e-12, atol=0)
 
 
 def test_errors():
