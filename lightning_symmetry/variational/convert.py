@@ -135,7 +135,7 @@ def to_mean(net: NetT) -> NetT:
 
 def _detail(old: nn.Module, new: VariationalLayer, places: int) -> str:
     """Describe what became of a layer."""
-    entries = sum(block.size for block in new.blocks())
+    entries = new.gaussian().size
     prior = "optimal" if new.prior_variance is None else f"variance {new.prior_variance:.3g}"
     fixed = new.weight.numel() - new._size
     text = f"rank {new.posterior.rank}, {new.posterior.diagonal} diagonal {new.posterior.variance:.3g}, prior {prior}, "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_symmetry.variational.gaussian import at_least_single
+from lightning_symmetry.variational.sums import at_least_single
 
 
 def squares_of(input: Tensor) -> Tensor:

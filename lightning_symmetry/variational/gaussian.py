@@ -1,225 +1,125 @@
-"""The divergence of a Gaussian with diagonal plus low-rank covariance from an isotropic one, in closed form."""
+"""The divergence of Gaussians with diagonal plus low-rank covariance from isotropic ones, in closed form."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_ENTRIES = 131072  # of a block of columns that is widened to float64 at once: it stays in the cache
-_NARROW = 64  # columns whose products are summed in float32
+from lightning_symmetry.variational.sums import DiagonalSums, Grams, SquaredNorms, at_least_single
 
 
-class Gram(torch.autograd.Function):
-    r"""The sum of ``rows @ rows.T`` in float64 over tensors of K rows each, whatever their type, with long rows.
-
-    Rows that have become almost parallel have a Gram matrix whose determinant is lost in float32. Widening a block of
-    columns at a time costs little memory; the gradient, ``(dG + dG^T) rows``, is one product in the type of the rows.
-    On the CPU, where products in float64 are slow, those of float32 serve, summed in float64, if they show that rows
-    are far from parallel: their relative error is then 1e-8 at most, that of the logarithm of the determinant as well.
-
-    The gradient is no view of another tensor, so that autograd adds what comes later, the gradient of the likelihood,
-    to it in place.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*tensors: Tensor) -> Tensor:
-        """Return the matrix, of shape ``(K, K)``."""
-        with torch.autocast(tensors[0].device.type, enabled=False):
-            return torch.stack([_gram(rows.flatten(1)) for rows in tensors]).sum(0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Keep the rows."""
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of the rows; differentiable a second time."""
-        grad = grad + grad.mT
-        with torch.autocast(grad.device.type, enabled=False):
-            return tuple(_mapped(grad, rows) for rows in ctx.saved_tensors)
-
-
-class SquaredNorm(torch.autograd.Function):
-    """The sum of squares of some tensors in float64: close to the prior nearly all of it cancels in the divergence."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*tensors: Tensor) -> Tensor:
-        """Return the sum."""
-        wide = wide_type(tensors[0].device)
-        blocks = [block for tensor in tensors for block in at_least_single(tensor).flatten().split(_ENTRIES)]
-        return torch.stack([torch.linalg.vector_norm(block, dtype=wide) for block in blocks]).square().sum()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Keep the tensors."""
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients; differentiable a second time."""
-        return tuple(((2 * grad).to(at_least_single(x).dtype) * x).to(x.dtype) for x in ctx.saved_tensors)
-
-
-def _gram(rows: Tensor) -> Tensor:
-    """Return ``rows @ rows.T`` in float64."""
-    if (narrow := _narrow_gram(rows)) is not None:
-        return narrow
-    blocks = (block.to(wide_type(rows.device)) for block in rows.split(max(_ENTRIES // len(rows), 1), dim=-1))
-    return torch.stack([block @ block.mT for block in blocks]).sum(0)
-
-
-def _mapped(matrix: Tensor, rows: Tensor) -> Tensor:
-    """Return ``matrix @ rows`` in the shape and type of the rows."""
-    kept = at_least_single(rows.flatten(1))
-    return torch.ops.aten._unsafe_view(matrix.to(kept.dtype) @ kept, rows.shape).to(rows.dtype)
-
-
-def _narrow_gram(rows: Tensor) -> Tensor | None:
-    """Return the Gram matrix of many columns by products in float32; None where these may not do."""
-    count, columns = rows.shape
-    known = rows.device.type == "cpu" and rows.dtype == torch.float32 and not torch.compiler.is_compiling()
-    if not known or count == 1 or columns < _ENTRIES // count:
-        return None
-    size = max(_NARROW, 4 * count)
-    whole = columns // size * size
-    blocks = rows[:, :whole].unflatten(1, (-1, size)).transpose(0, 1)
-    rest = rows[:, whole:].double()
-    gram = torch.bmm(blocks, blocks.mT).sum(0, dtype=torch.float64) + rest @ rest.mT
-    squares = gram.diagonal()
-    apart = (2 * count * gram).square() < torch.outer(squares, squares)
-    try:
-        return gram if bool((apart | torch.eye(count, dtype=torch.bool)).all()) else None
-    except RuntimeError:  # under vmap it cannot be asked
-        return None
-
-
-class DiagonalSums(torch.autograd.Function):
-    """The sums of ``exp(a)`` and of ``a`` over entries that are not fixed, in float64; two passes for the gradient."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(logarithms: Tensor, trainable: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return both sums."""
-        wide, values = wide_type(logarithms.device), logarithms.exp()
-        if trainable is not None:
-            values, logarithms = torch.where(trainable, values, 0), torch.where(trainable, logarithms, 0)
-        return values.sum(dtype=wide), logarithms.sum(dtype=wide)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: tuple[Tensor, Tensor]) -> None:
-        """Keep the inputs."""
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, of_sum: Tensor, of_logarithms: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient; differentiable a second time."""
-        logarithms, trainable = ctx.saved_tensors
-        grad = torch.addcmul(of_logarithms.to(logarithms.dtype), logarithms.exp(), of_sum.to(logarithms.dtype))
-        return (grad if trainable is None else torch.where(trainable, grad, 0)), None
-
-
-def wide_type(device: torch.device) -> torch.dtype:
-    """Return the type in which determinants and sums of many entries are computed: float64 where there is any."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-class Block(NamedTuple):
-    """Some of the entries of a Gaussian with covariance ``diag(d) + V^T V / K``.
+class Gaussian(NamedTuple):
+    """A Gaussian with covariance ``diag(d) + V^T V / K`` over the entries of some tensors, a layer's, jointly.
 
     Attributes:
-        mean: Means, zero where an entry is fixed.
-        log_variance: ``ln d``, a number for all entries or a tensor that broadcasts to the mean's shape.
-        factors: V, of shape ``(K, *mean.shape)``, zero where an entry is fixed; None if K is 0. Where ``ln d`` is a
-            number any shape of as many entries does.
-        trainable: Booleans that broadcast to the mean's shape, false where an entry is fixed; None: all are trainable.
-        size: Number of entries that are not fixed.
+        means: Means, zero where an entry is fixed.
+        log_variances: ``ln d``, a number for all entries or tensors that broadcast to the shapes of the means.
+        factors: V, of shapes ``(K, *mean.shape)``, zero where an entry is fixed; none if K is 0. Where ``ln d`` is a
+            number any shapes of as many entries do.
+        trainable: Booleans that broadcast to the means' shapes, false where an entry is fixed; None: all are trainable.
+        size: Number P of entries that are not fixed.
     """
 
-    mean: Tensor
-    log_variance: Tensor | float
-    factors: Tensor | None
-    trainable: Tensor | None
+    means: tuple[Tensor, ...]
+    log_variances: float | tuple[Tensor, ...]
+    factors: tuple[Tensor, ...]
+    trainable: tuple[Tensor | None, ...]
     size: int
 
 
-def divergence(blocks: Sequence[Block], prior_variance: float | None) -> Tensor:
-    r"""Return ``KL(q || N(0, p I))`` of the joint Gaussian q over all blocks; a scalar in float64.
+def divergence(gaussians: Sequence[Gaussian], prior_variances: Sequence[float | None]) -> Tensor:
+    r"""Return the sum of ``KL(q || N(0, p I))`` over Gaussians q, those of a network's layers; a scalar in float64.
 
     .. math::
         \tfrac12 \Big[ \tfrac{1}{p} \big( \textstyle\sum d + \operatorname{tr} G + \|\mu\|^2 \big) - P + P \ln p
         - \sum \ln d - \ln\det M \Big], \quad G = \tfrac1K V V^\top, \quad M = I + \tfrac1K V \operatorname{diag}(1/d)
         V^\top
 
+    Those of one kind are computed together: for a network of small layers the time is that of the number of calls.
+
     Args:
-        blocks: The entries; their factors belong together and have the same K.
-        prior_variance: p; None is the p with the least divergence, the mean of :math:`d + \operatorname{diag}(V^\top
-            V)/K + \mu^2` over all entries.
+        gaussians: The Gaussians.
+        prior_variances: p of each; None is the p with the least divergence, the mean of :math:`d +
+            \operatorname{diag}(V^\top V)/K + \mu^2` over all entries.
     """
-    size = sum(block.size for block in blocks)
-    second, log_determinant = _moments(blocks)
-    if prior_variance is None:
-        return 0.5 * (size * torch.log(second / size) - log_determinant)
-    return 0.5 * (second / prior_variance - size + size * math.log(prior_variance) - log_determinant)
+    kinds: dict[tuple, list[tuple[Gaussian, float | None]]] = {}
+    for q, prior in zip(gaussians, prior_variances, strict=True):
+        kind = _rank(q), isinstance(q.log_variances, tuple), prior is None, q.means[0].device
+        kinds.setdefault(kind, []).append((q, prior))
+    return sum(_divergence(*zip(*group, strict=True)) for group in kinds.values())
 
 
-def second_moment(blocks: Sequence[Block]) -> Tensor:
+def _divergence(gaussians: tuple[Gaussian, ...], prior_variances: tuple[float | None, ...]) -> Tensor:
+    """Return the sum of divergences of Gaussians of one kind."""
+    seconds, log_determinant = _moments(gaussians)
+    sizes = [q.size for q in gaussians]
+    if prior_variances[0] is None:
+        counts = _vector(sizes, seconds)
+        return 0.5 * ((counts * torch.log(seconds / counts)).sum() - log_determinant)
+    precisions = _vector([1 / prior for prior in prior_variances], seconds)
+    constant = sum(size * (math.log(prior) - 1) for size, prior in zip(sizes, prior_variances, strict=True))
+    return 0.5 * ((seconds * precisions).sum() + constant - log_determinant)
+
+
+def second_moment(q: Gaussian) -> Tensor:
     r"""Return :math:`\sum d + \operatorname{tr} G + \|\mu\|^2`, the expected squared norm; a scalar in float64."""
-    return _moments(blocks)[0]
+    return _moments([q])[0].squeeze(0)
 
 
-def _moments(blocks: Sequence[Block]) -> tuple[Tensor, Tensor | float]:
-    """Return the expected squared norm and the logarithm of the covariance's determinant."""
-    second, log_determinant = SquaredNorm.apply(*(block.mean for block in blocks)), 0.0
-    for block in blocks:
-        total, logarithms = _variances(block)
-        second, log_determinant = second + total, log_determinant + logarithms
-    if spread := [block for block in blocks if block.factors is not None]:
-        trace, inner = _products(spread)
-        eye = torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
-        second, log_determinant = second + trace, log_determinant + torch.linalg.slogdet(eye + inner).logabsdet
-    return second, log_determinant
-
-
-def _products(blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
-    """Return ``tr V V^T / K`` and ``V diag(1/d) V^T / K`` of all entries."""
-    rank, trace, inner = len(blocks[0].factors), 0.0, 0.0
-    learned = [block for block in blocks if isinstance(block.log_variance, Tensor)]
-    constant = [block for block in blocks if not isinstance(block.log_variance, Tensor)]
-    for value in sorted({block.log_variance for block in constant}):
-        gram = Gram.apply(*(block.factors for block in constant if block.log_variance == value)) / rank
-        trace, inner = trace + gram.diagonal().sum(), inner + gram * math.exp(-value)
+def _moments(gaussians: Sequence[Gaussian]) -> tuple[Tensor, Tensor | float]:
+    """Return the expected squared norms of Gaussians of one kind and the sum of their logarithms of determinants."""
+    seconds = _norms([q.means for q in gaussians])
+    if learned := isinstance(gaussians[0].log_variances, tuple):
+        sums = [[sum(part) for part in zip(*_variances(q), strict=True)] for q in gaussians]
+        variances, logarithms = (torch.stack(part) for part in zip(*sums, strict=True))
+        seconds, log_determinant = seconds + variances, logarithms.sum()
+    else:
+        seconds = seconds + _vector([q.size * math.exp(q.log_variances) for q in gaussians], seconds)
+        log_determinant = sum(q.size * q.log_variances for q in gaussians)
+    if not (rank := _rank(gaussians[0])):
+        return seconds, log_determinant
+    counts = tuple(len(q.factors) for q in gaussians)
     if learned:
-        factors = [at_least_single(block.factors) for block in learned]
-        scales = [torch.exp(-0.5 * at_least_single(block.log_variance)) for block in learned]
-        trace = trace + SquaredNorm.apply(*factors) / rank
-        inner = inner + Gram.apply(*(v * scale for v, scale in zip(factors, scales, strict=True))) / rank
-    return trace, inner
+        factors = [[at_least_single(part) for part in q.factors] for q in gaussians]
+        scaled = [part for q, parts in zip(gaussians, factors, strict=True) for part in _scaled(q, parts)]
+        inner = Grams.apply(counts, *scaled) / rank
+        seconds = seconds + _norms(factors) / rank
+    else:
+        inner = Grams.apply(counts, *(part for q in gaussians for part in q.factors)) / rank
+        seconds = seconds + inner.diagonal(dim1=-2, dim2=-1).sum(-1)
+        inner = inner * _vector([math.exp(-q.log_variances) for q in gaussians], inner)[:, None, None]
+    eye = torch.eye(rank, dtype=inner.dtype, device=inner.device)
+    return seconds, log_determinant + torch.linalg.slogdet(eye + inner).logabsdet.sum()
 
 
-def at_least_single(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32 if its type is narrower."""
-    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
+def _rank(q: Gaussian) -> int:
+    return len(q.factors[0]) if q.factors else 0
 
 
-def _variances(block: Block) -> tuple[Tensor | float, Tensor | float]:
-    """Return the sums of d and of ``ln d`` over entries that are not fixed."""
-    values = block.log_variance
-    if not isinstance(values, Tensor):
-        return block.size * math.exp(values), block.size * values
-    values = at_least_single(values)
-    if values.shape != block.mean.shape:
-        values = values.expand(block.mean.shape)
-    return DiagonalSums.apply(values, block.trainable)
+def _norms(tensors: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the sums of squares of each group of tensors."""
+    return SquaredNorms.apply(tuple(map(len, tensors)), *(part for group in tensors for part in group))
+
+
+def _scaled(q: Gaussian, factors: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``V diag(d)^(-1/2)``."""
+    scales = (torch.exp(-0.5 * at_least_single(part)) for part in q.log_variances)
+    return [part * scale for part, scale in zip(factors, scales, strict=True)]
+
+
+def _variances(q: Gaussian) -> list[tuple[Tensor, Tensor]]:
+    """Return the sums of d and of ``ln d`` over entries that are not fixed, for each tensor."""
+    values = [at_least_single(part).expand(mean.shape) for part, mean in zip(q.log_variances, q.means, strict=True)]
+    return [DiagonalSums.apply(part, trainable) for part, trainable in zip(values, q.trainable, strict=True)]
+
+
+def _vector(values: Sequence[float], like: Tensor) -> Tensor:
+    """Return numbers as a tensor, with the type and device of another one, for which an accelerator does not wait."""
+    return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 def gaussian_kl(
@@ -253,5 +153,6 @@ def gaussian_kl(
     for name, value in (("variance", variance), ("prior_variance", prior_variance)):
         if isinstance(value, float | int) and not 0 < value < math.inf:
             raise ValueError(f"Expected `{name}` to be positive and finite but got {value}.")
-    log_variance = variance.log() if isinstance(variance, Tensor) else math.log(variance)
-    return divergence([Block(mean, log_variance, factors, None, mean.numel())], prior_variance)
+    log_variances = (variance.log(),) if isinstance(variance, Tensor) else math.log(variance)
+    q = Gaussian((mean,), log_variances, () if factors is None else (factors,), (None,), mean.numel())
+    return divergence([q], [prior_variance])

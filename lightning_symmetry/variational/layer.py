@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_symmetry.surgery import HasConstants, ReparametrizedLayer
-from lightning_symmetry.variational.gaussian import Block, divergence, second_moment
+from lightning_symmetry.variational.gaussian import Gaussian, divergence, second_moment
 from lightning_symmetry.variational.settings import Mode, Posterior, covariance_parameters
 
 Pair = tuple[Tensor, Tensor | None]
@@ -223,32 +223,35 @@ class VariationalLayer(ReparametrizedLayer, HasConstants):
         bias = None if self.bias_log_variance is None else self.bias_log_variance.exp()
         return self._masked(self.weight_log_variance.exp()), bias
 
-    def blocks(self) -> list[Block]:
-        """Return the entries of weight and bias for the divergence."""
-        constant = math.log(self.posterior.variance)
-        factors = self.weight_factors
-        if factors is not None and (self._trainable is not None or self.weight_log_variance is not None):
-            factors = self._factors()[0]
-        weight = self._masked(self.weight)
-        log_variance = constant if self.weight_log_variance is None else self.weight_log_variance
-        found = [Block(weight, log_variance, factors, self._trainable, self._size)]
-        if self.bias is not None:
-            log_variance = constant if self.bias_log_variance is None else self.bias_log_variance
-            found.append(Block(self.bias, log_variance, self.bias_factors, None, self.bias.numel()))
-        return found
+    def gaussian(self) -> Gaussian:
+        """Return the posterior over weight and bias, for its divergence."""
+        parts = ["weight"] if self.bias is None else ["weight", "bias"]
+        learned = self.weight_log_variance is not None
+        factors = [getattr(self, f"{part}_factors") for part in parts] if self.posterior.rank else []
+        if factors and (learned or self._trainable is not None):
+            factors[0] = self._factors()[0]
+        return Gaussian(
+            means=(self._masked(self.weight), self.bias)[: len(parts)],
+            log_variances=tuple(getattr(self, f"{part}_log_variance") for part in parts)
+            if learned
+            else math.log(self.posterior.variance),
+            factors=tuple(factors),
+            trainable=(self._trainable, None)[: len(parts)],
+            size=self._size + (0 if self.bias is None else self.bias.numel()),
+        )
 
     def kl_divergence(self) -> Tensor:
         """Return the divergence from the prior, summed over all entries that are not fixed, in float64 and nats.
 
         See :func:`~lightning_symmetry.variational.gaussian.gaussian_kl`.
         """
-        return divergence(self.blocks(), self.prior_variance)
+        return divergence([self.gaussian()], [self.prior_variance])
 
     @torch.no_grad()
     def optimal_prior_variance(self) -> float:
         r"""Return the p with the least divergence, :math:`(\sum d + \operatorname{tr} G + \|\mu\|^2) / P`."""
-        blocks = self.blocks()
-        return float(second_moment(blocks)) / sum(block.size for block in blocks)
+        q = self.gaussian()
+        return float(second_moment(q)) / q.size
 
     def release(self) -> nn.Module:
         """Return the deterministic layer that this one replaced, with the means, the same Parameter objects."""

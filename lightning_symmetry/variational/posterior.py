@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_symmetry.surgery import module_names, replace_modules
+from lightning_symmetry.variational.gaussian import divergence
 from lightning_symmetry.variational.layer import VariationalLayer
 from lightning_symmetry.variational.settings import Mode, check_mode
 
@@ -48,7 +49,8 @@ def kl_divergence(net: nn.Module) -> Tensor:
     Raises:
         ValueError: If there are no variational layers.
     """
-    return sum(layer.kl_divergence() for layer in variational_layers(net).values())
+    layers = variational_layers(net).values()
+    return divergence([layer.gaussian() for layer in layers], [layer.prior_variance for layer in layers])
 
 
 def optimal_prior_variances(net: nn.Module) -> dict[str, float]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from typing_extensions import Self
 
-from lightning_symmetry.variational.gaussian import at_least_single
 from lightning_symmetry.variational.layer import VariationalLayer
+from lightning_symmetry.variational.sums import at_least_single
 
 Outputs = Literal["logits", "probabilities", "values"]
 

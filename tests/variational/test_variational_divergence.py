@@ -19,7 +19,8 @@ from lightning_symmetry.variational import (
     gaussian_kl,
 )
 from lightning_symmetry.variational import kl_divergence as network_kl
-from lightning_symmetry.variational.gaussian import Block, DiagonalSums, Gram, SquaredNorm, divergence
+from lightning_symmetry.variational.gaussian import Gaussian, divergence
+from lightning_symmetry.variational.sums import DiagonalSums, Grams, SquaredNorms
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
 PLAIN = {
@@ -101,7 +102,7 @@ def test_gradients(case, diagonal):
             values = []
             for step in (1e-5, -2e-5):
                 entries[index] += step
-                values.append(float(layer.kl_divergence()))
+                values.append(layer.kl_divergence().item())
             entries[index] += 1e-5
             assert (values[0] - values[1]) / 2e-5 == pytest.approx(float(found[name].view(-1)[index]), abs=1e-6)
 
@@ -197,7 +198,8 @@ def test_close_to_the_prior_in_float32(spread, rank):
     mean, log_variance, *rows = (torch.randn(size, generator=generator) * spread for _ in range(2 + rank))
     mean, log_variance = mean * math.sqrt(prior), log_variance + math.log(prior)
     factors = torch.stack(rows) * math.sqrt(prior) if rank else None
-    value = divergence([Block(mean, log_variance, factors, None, size)], prior)
+    q = Gaussian((mean,), (log_variance,), (factors,) if rank else (), (None,), size)
+    value = divergence([q], [prior])
     wide = factors.double().T / math.sqrt(rank) if rank else torch.zeros(size, 1, dtype=torch.float64)
     q = LowRankMultivariateNormal(mean.double(), wide, log_variance.double().exp())
     zero = torch.zeros(size, dtype=torch.float64)
@@ -223,10 +225,10 @@ def test_derivatives_of_the_parts(rows):
     values = torch.randn(rows, 7, generator=generator, dtype=torch.float64, requires_grad=True)
     trainable = torch.rand(rows, 7, generator=generator) > 0.4
     for function in (
-        Gram.apply,
-        lambda a: Gram.apply(a, 3 * a.unsqueeze(1)[..., :2]),
-        SquaredNorm.apply,
-        lambda a: SquaredNorm.apply(a[..., :3], a),
+        lambda a: Grams.apply((1,), a),
+        lambda a: Grams.apply((2, 1), a, 3 * a.unsqueeze(1)[..., :2], a[..., :3]),
+        lambda a: SquaredNorms.apply((1,), a),
+        lambda a: SquaredNorms.apply((1, 2), a[..., :3], a, 2 * a[..., 1:]),
         lambda a: DiagonalSums.apply(a, None),
         lambda a: DiagonalSums.apply(a, trainable),
     ):
@@ -238,22 +240,29 @@ def test_gradients_are_no_views():
     """Autograd adds to them in place: a sum of two views would be a third tensor of their size."""
     shapes = [(2, 3, 5), (2, 3)]
     tensors = [torch.ones(shape, requires_grad=True) for shape in shapes]
-    for function in (Gram.apply, SquaredNorm.apply):
-        grads = torch.autograd.grad(function(*tensors).sum(), tensors)
+    for function in (Grams.apply, SquaredNorms.apply):
+        grads = torch.autograd.grad(function((2,), *tensors).sum(), tensors)
         assert [tuple(grad.shape) for grad in grads] == shapes
         assert not any(grad._is_view() for grad in grads)
 
 
-def test_constant_and_learned_diagonals_together():
-    """Entries of one Gaussian in five blocks of three kinds are those of one block."""
+def test_a_network_of_all_kinds_of_layers():
+    """Divergences that are computed together are those of the layers one by one, and so are their gradients."""
     torch.manual_seed(0)
-    mean, factors = torch.randn(10, dtype=torch.float64), torch.randn(3, 10, dtype=torch.float64)
-    logarithms = torch.tensor([0.5, 0.5, -1.0, -1.0, 0.3, -0.2, 0.7, 0.1, 0.5, 0.5], dtype=torch.float64)
-    values = [(slice(0, 2), 0.5), (slice(2, 4), -1.0), (slice(4, 6), None), (slice(6, 8), None), (slice(8, 10), 0.5)]
-    blocks = [Block(mean[s], logarithms[s] if c is None else c, factors[:, s], None, 2) for s, c in values]
-    q = LowRankMultivariateNormal(mean, factors.T / 3**0.5, logarithms.exp())
-    p = MultivariateNormal(torch.zeros(10, dtype=torch.float64), 0.7 * torch.eye(10, dtype=torch.float64))
-    torch.testing.assert_close(divergence(blocks, 0.7), kl_divergence(q, p), rtol=1e-12, atol=0)
+    layers = nn.ModuleList(
+        VariationalLinear(5, 4, rank, diagonal=diagonal, variance=variance, prior=prior, dtype=torch.float64)
+        for rank in (0, 2, 3)
+        for diagonal in ("constant", "learned")
+        for variance, prior in ((0.1, 0.3), (0.2, "fan_in"), (0.05, "optimal"), (0.3, "optimal"))
+    )
+    for layer in layers:
+        randomize(layer)
+    values = [reference(layer, layer.prior_variance or layer.optimal_prior_variance()) for layer in layers]
+    torch.testing.assert_close(network_kl(layers), sum(values), rtol=1e-12, atol=0)
+    together = torch.autograd.grad(network_kl(layers), list(layers.parameters()))
+    alone = torch.autograd.grad(sum(layer.kl_divergence() for layer in layers), list(layers.parameters()))
+    for here, there in zip(together, alone, strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-15)
 
 
 def test_errors():
@@ -278,6 +287,10 @@ def test_products_of_many_columns(columns, angle):
     torch.testing.assert_close(value, expected, rtol=1e-8, atol=0)
     unrelated = torch.randn(4, columns, generator=generator)
     wide = unrelated.double()
-    torch.testing.assert_close(Gram.apply(unrelated), wide @ wide.T, rtol=0, atol=1e-8 * columns)
+    torch.testing.assert_close(gram(unrelated), wide @ wide.T, rtol=0, atol=1e-8 * columns)
     both = torch.stack([unrelated, factors])
-    torch.testing.assert_close(torch.func.vmap(Gram.apply)(both), both.double() @ both.double().mT, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.func.vmap(gram)(both), both.double() @ both.double().mT, rtol=1e-12, atol=0)
+
+
+def gram(rows):
+    return Grams.apply((1,), rows)[0]
