@@ -43,6 +43,11 @@ def asymmetrize(
 
     The report of what was changed, what not and why is left as ``net.asymmetry_report`` (print it).
 
+    Constants are buffers, which an average of weights must leave alone: give Lightning's ``WeightAveraging`` and
+    ``EMAWeightAveraging`` ``use_buffers=False``. Their default averages buffers too: the former fails on the boolean
+    mask, which PyTorch cannot subtract, and the latter rounds the constants, so that the network can no longer be
+    compared with others of its seed.
+
     Args:
         net: The network, changed in place.
         method: ``"w"`` (the default) or ``"sigma"``.
