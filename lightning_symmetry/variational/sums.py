@@ -44,8 +44,8 @@ class Grams(torch.autograd.Function):
         """Return the gradients of the tensors; differentiable a second time."""
         tensors = ctx.saved_tensors
         with torch.autocast(grad.device.type, enabled=False):
-            grads = _for_each(grad + grad.mT, ctx.counts, tensors)
-            return None, *(_mapped(matrix, rows) for matrix, rows in zip(grads, tensors, strict=True))
+            grads = zip(_for_each(grad + grad.mT, ctx.counts, tensors), tensors, ctx.needs_input_grad[1:], strict=True)
+            return None, *(_mapped(matrix, rows) if needed else None for matrix, rows, needed in grads)
 
 
 class SquaredNorms(torch.autograd.Function):
@@ -75,8 +75,8 @@ class SquaredNorms(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tensors; differentiable a second time."""
         tensors = ctx.saved_tensors
-        grads = _for_each(2 * grad, ctx.counts, tensors)
-        return None, *((scale * x).to(x.dtype) for scale, x in zip(grads, tensors, strict=True))
+        grads = zip(_for_each(2 * grad, ctx.counts, tensors), tensors, ctx.needs_input_grad[1:], strict=True)
+        return None, *((scale * x).to(x.dtype) if needed else None for scale, x, needed in grads)
 
 
 def _for_each(grad: Tensor, counts: tuple[int, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:

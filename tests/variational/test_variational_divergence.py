@@ -263,6 +263,12 @@ def test_a_network_of_all_kinds_of_layers():
     alone = torch.autograd.grad(sum(layer.kl_divergence() for layer in layers), list(layers.parameters()))
     for here, there in zip(together, alone, strict=True):
         torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-15)
+    layers[3:].requires_grad_(False)
+    network_kl(layers).backward()
+    trained = [parameter.grad for parameter in layers.parameters() if parameter.requires_grad]
+    assert 0 < len(trained) < len(alone) and all(parameter.grad is None for parameter in layers[3:].parameters())
+    for here, there in zip(trained, alone[: len(trained)], strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-15)
 
 
 def test_errors():
