@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any
@@ -60,13 +60,10 @@ class Worker:
         theirs.close()  # or its end would not be noticed
 
     def begin(self, chunk: Chunk | None) -> None:
-        """Give it a chunk; None to end."""
+        """Give it a chunk; None to end. What a process said before it ended, and that it did, is received later."""
         self.chunk = chunk
-        try:
+        with suppress(OSError):
             self.connection.send(chunk)
-        except OSError:
-            if chunk is not None:
-                raise self.died() from None
 
     def died(self) -> RuntimeError:
         """Return the error that says so."""

@@ -16,6 +16,7 @@ from lightning_symmetry.metanets import Zoo, ZooError, ZooWriter
 from lightning_symmetry.metanets.population_settings import PopulationSettings
 from lightning_symmetry.metanets.zoo_factory import seeded_network
 from lightning_symmetry.metanets.zoo_plan import plan_chunks
+from lightning_symmetry.metanets.zoo_workers import Worker
 
 CASES = "metanets.zoo_training_cases"
 
@@ -186,6 +187,18 @@ def test_a_factory_that_workers_cannot_load(tmp_path):
     with pytest.raises(ValueError, match=r"cannot load what it is to train: ModuleNotFoundError: .*nowhere.*workers=1"):
         train(tmp_path / "zoo", factory=Unloadable(), workers=2)
     assert len(train(tmp_path / "zoo", factory=Unloadable())) == NETWORKS
+
+
+def test_what_a_worker_says_before_it_ends_is_heard(tmp_path, monkeypatch):
+    begin = Worker.begin
+
+    def late(self, chunk):
+        self._process.join(60)
+        begin(self, chunk)
+
+    monkeypatch.setattr(Worker, "begin", late)
+    with pytest.raises(ValueError, match=r"cannot load what it is to train: ModuleNotFoundError: .*nowhere"):
+        train(tmp_path / "zoo", factory=Unloadable(), workers=2)
 
 
 @pytest.mark.parametrize("count, size", [(1, 1), (7, 3), (64, 8), (100, 64), (65, 64), (5, 99)])
