@@ -34,10 +34,7 @@ class Gaussian(NamedTuple):
 def divergence(gaussians: Sequence[Gaussian], prior_variances: Sequence[float | None]) -> Tensor:
     r"""Return the sum of ``KL(q || N(0, p I))`` over Gaussians q, those of a network's layers; a scalar in float64.
 
-    .. math::
-        \tfrac12 \Big[ \tfrac{1}{p} \big( \textstyle\sum d + \operatorname{tr} G + \|\mu\|^2 \big) - P + P \ln p
-        - \sum \ln d - \ln\det M \Big], \quad G = \tfrac1K V V^\top, \quad M = I + \tfrac1K V \operatorname{diag}(1/d)
-        V^\top
+    The equation is that of :func:`gaussian_kl`.
 
     Those of one kind are computed together: for a network of small layers the time is that of the number of calls.
 

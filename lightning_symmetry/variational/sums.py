@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -12,7 +13,19 @@ _ENTRIES = 131072  # of a block of columns that is widened to float64 at once: i
 _NARROW = 64  # columns whose products are summed in float32
 
 
-class Grams(torch.autograd.Function):
+class LayerSums(torch.autograd.Function):
+    """For each of some layers a sum over its tensors, given how many belong to each and then all tensors."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the tensors."""
+        ctx.counts, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+
+class Grams(LayerSums):
     r"""For each of some layers the sum of ``rows @ rows.T`` in float64 over its tensors of K long rows, in any type.
 
     Rows that have become almost parallel have a Gram matrix whose determinant is lost in float32. Widening a block of
@@ -24,8 +37,6 @@ class Grams(torch.autograd.Function):
     them in place.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(counts: tuple[int, ...], *tensors: Tensor) -> Tensor:
         """Return the matrices, of shape ``(layers, K, K)``, given how many of the tensors belong to each layer."""
@@ -34,27 +45,17 @@ class Grams(torch.autograd.Function):
             return torch.stack([sum(islice(grams, count)) for count in counts])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep the tensors."""
-        ctx.counts, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tensors; differentiable a second time."""
-        tensors = ctx.saved_tensors
         with torch.autocast(grad.device.type, enabled=False):
-            grads = zip(_for_each(grad + grad.mT, ctx.counts, tensors), tensors, ctx.needs_input_grad[1:], strict=True)
-            return None, *(_mapped(matrix, rows) if needed else None for matrix, rows, needed in grads)
+            return _gradients(ctx, grad + grad.mT, _mapped)
 
 
-class SquaredNorms(torch.autograd.Function):
+class SquaredNorms(LayerSums):
     """For each of some layers the sum of squares of its tensors' entries in float64.
 
     Close to the prior nearly all of it cancels in the divergence.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(counts: tuple[int, ...], *tensors: Tensor) -> Tensor:
@@ -66,25 +67,19 @@ class SquaredNorms(torch.autograd.Function):
         return torch.stack([part.sum() for part in norms.square().split([sum(islice(lengths, n)) for n in counts])])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep the tensors."""
-        ctx.counts, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tensors; differentiable a second time."""
-        tensors = ctx.saved_tensors
-        grads = zip(_for_each(2 * grad, ctx.counts, tensors), tensors, ctx.needs_input_grad[1:], strict=True)
-        return None, *((scale * x).to(x.dtype) if needed else None for scale, x, needed in grads)
+        return _gradients(ctx, 2 * grad, lambda scale, tensor: (scale * tensor).to(tensor.dtype))
 
 
-def _for_each(grad: Tensor, counts: tuple[int, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return each tensor's layer's part of a gradient, in the type in which the tensor's gradient is computed."""
+def _gradients(ctx: Any, grad: Tensor, of_tensor: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the arguments, of tensors from their layer's part in the type to compute in."""
+    tensors = ctx.saved_tensors
     types = [at_least_single(tensor).dtype for tensor in tensors]
     parts = {dtype: grad.to(dtype).unbind() for dtype in set(types)}
-    layers = [layer for layer, count in enumerate(counts) for _ in range(count)]
-    return [parts[dtype][layer] for dtype, layer in zip(types, layers, strict=True)]
+    layers = [layer for layer, count in enumerate(ctx.counts) for _ in range(count)]
+    found = zip(tensors, types, layers, ctx.needs_input_grad[1:], strict=True)
+    return None, *(of_tensor(parts[dtype][layer], x) if needed else None for x, dtype, layer, needed in found)
 
 
 def _gram(rows: Tensor) -> Tensor:

@@ -48,11 +48,10 @@ def expected_prefix(zoo):
 def killed_after(path, seconds, from_the_start):
     """Kill this process so long after its start, or its first chunk; when it has written all, it waits for that."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process at once and unseen by it, as SIGKILL does
-    delays = [seconds]
 
     def begin():
-        if delays:
-            signal.setitimer(signal.ITIMER_REAL, delays.pop())
+        if signal.getitimer(signal.ITIMER_REAL) == (0, 0):
+            signal.setitimer(signal.ITIMER_REAL, seconds)
 
     if from_the_start:
         begin()
