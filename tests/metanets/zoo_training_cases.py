@@ -118,7 +118,7 @@ class Trap:
         raise ValueError("no such image")
 
     def wait(self) -> None:
-        time.sleep(60)
+        time.sleep(600)  # longer than anybody waits for the others
 
 
 def arm(folder: Path, action: str, calls: int) -> None:
